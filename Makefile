@@ -1,0 +1,59 @@
+# Everything on a fresh machine: `make demo` or `make test`. Needs only make and Python >= 3.11.
+# Each target makes .venv and installs what it needs into it, once; a change of pyproject.toml installs again.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Test processes: each imports torch and starts its compiler anew, which for a short suite costs more than it brings.
+# One thread in each: the networks in the tests are small, and the sums come out alike on every machine.
+JOBS   ?= 0
+PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint format docs bench clean distclean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.installed-examples  ## train, compact and report a small network, in under a minute
+	$(BIN)/python examples/quickstart.py
+
+test: lint  ## run the linter, the type checker, and all tests and doctests (JOBS=2: in two processes)
+	@$(PYTEST)
+
+lint: $(VENV)/.installed-test  ## run the linter and the type checker only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-test  ## format the code and fix what the linter can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html
+	$(BIN)/python -m sphinx -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+bench: $(VENV)/.installed-examples  ## print the two ratios of the README: a training step, and inference
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/inference.py
+
+clean:  ## remove caches and build outputs
+	rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests examples benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean  ## remove the virtual environment too
+	rm -rf $(VENV)
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "ellzero needs Python 3.11 or newer, and \`$(PYTHON)\` is $$($(PYTHON) --version 2>&1 | head -n 1)." >&2; \
+	  echo "Name another one: make $(or $(firstword $(MAKECMDGOALS)),test) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/.created
+	@echo "installing ellzero[$*] into $(VENV); the first time this takes a minute or two"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	@touch $@

@@ -1,0 +1,260 @@
+"""The way out: a plain network that computes what the gated one does in evaluation, smaller.
+
+`fold` multiplies the test-time gates into the weights and keeps shapes and zeros; `compact` then takes out every unit that is closed, and proves on the
+example input that nothing changed; `finalize` closes units until the kept cost is within a target. How units are taken out of tensors and
+modules is in `removal.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ellzero import gates as gt
+from ellzero.costs import Cost, dense, floor, params
+from ellzero.gated import Gated
+from ellzero.removal import Plan
+from ellzero.trial import agree
+
+TOLERANCE = 1e-12  # of the largest output, in float64
+
+
+class CompactionError(RuntimeError):
+    """The compact network does not compute what the gated one does."""
+
+
+def fold(gated: Gated) -> nn.Module:
+    """A plain copy of the model with the test-time gates multiplied into its weights: the same function as `gated.eval()`, the same shapes.
+
+    Args:
+        gated: the network.
+
+    Returns:
+        A module of the model's own class, without gates.
+    """
+    _check(gated)
+    with torch.no_grad():
+        return _folded(gated, gated.model)
+
+
+def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
+    """A plain network of the model's own class with the closed units taken out; in evaluation the same function.
+
+    The test-time gates are multiplied into the weights first, then every parameter and buffer loses the entries of closed units. A layer that reads
+    single entries of something that cannot shrink gets a `Select`; layers of a residual branch that is closed as a whole are taken out.
+
+    Args:
+        gated: the network; it is left as it is.
+        verify: run the example input through both in float64 and compare: max |Δ| <= 1e-12 · max(1, max |y|).
+
+    Returns:
+        The compact network, in the mode of `gated.model`.
+
+    Raises:
+        ClosedAxisError: an axis is closed as a whole and nothing carries on without it.
+        CompactionError: the outputs differ; the first layer that does is named.
+        ValueError: a gate's parameter is not finite.
+
+    Example:
+        >>> from ellzero.gated import attach
+        >>> gated = attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
+        >>> for _, gate in gated.named_gates():
+        ...     gate.close_(torch.tensor([False, True, False]))
+        >>> compact(gated)
+        Sequential(
+          (0): Linear(in_features=4, out_features=2, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=2, out_features=2, bias=True)
+        )
+    """
+    _check(gated)
+    plan = gated.plan()
+    with torch.no_grad():
+        small = _folded(gated, gated.model)
+        plan.apply(small)
+        if verify:
+            _prove(gated, plan)
+    return small
+
+
+def _check(gated: Any) -> None:
+    if not isinstance(gated, Gated):
+        raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
+    for name, gate in gated.named_gates():
+        gate.check(name)
+
+
+def _test_gates(gated: Gated) -> list[Tensor]:
+    return gt.values([g for _, g in gated.named_gates()])
+
+
+def _folded(gated: Gated, model: nn.Module) -> nn.Module:
+    out = copy.deepcopy(model)
+    members = dict(out.named_parameters())
+    for name, weight in gated.gated_weights(_test_gates(gated), out).items():
+        members[name].copy_(weight)
+    return out
+
+
+def _prove(gated: Gated, plan: Plan) -> None:
+    """Compares masked and removed on the example input, in float64 so that rounding hides nothing."""
+    model = copy.deepcopy(gated.model).double().eval()
+    home = gated.tables["ends"].device
+    args, kwargs = tree_map(lambda leaf: _double(leaf, home), gated.example_inputs)
+    z = [v.double() for v in _test_gates(gated)]
+    weights = gated.gated_weights(z, model)
+    small = _folded(gated, model)
+    members = dict(small.named_parameters())
+    for name, weight in weights.items():
+        members[name].copy_(weight)
+    plan.apply(small)
+    expected = _tensors(functional_call(model, weights, args, kwargs))
+    got = _tensors(small(*args, **kwargs))
+    if not agree(expected, got, TOLERANCE):
+        raise CompactionError(
+            f"the compact network's output differs from the gated one's on the example input; first at {_first_difference(model, weights, small, plan, args, kwargs)}"
+        )
+
+
+def _double(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(device, torch.float64 if leaf.is_floating_point() else None)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+
+
+def _first_difference(
+    model: nn.Module, weights: dict[str, Tensor], small: nn.Module, plan: Plan, args: Any, kwargs: Any
+) -> str:
+    """The first layer, in the order they run, whose surviving outputs differ."""
+    seen: list[dict[str, Tensor]] = [{}, {}]
+    hooks = []
+    for which, net in enumerate((model, small)):
+        for path, module in net.named_modules():
+            if not list(module.children()):
+
+                def note(_: Any, __: Any, out: Any, path: str = path, which: int = which) -> None:
+                    if isinstance(out, Tensor):
+                        seen[which].setdefault(path, out)
+
+                hooks.append(module.register_forward_hook(note))
+    functional_call(model, weights, args, kwargs)
+    small(*args, **kwargs)
+    for hook in hooks:
+        hook.remove()
+    for path, ours in seen[1].items():
+        reference = seen[0].get(path)
+        rows = plan.rows.get(f"{path}.weight", {}).get(0)
+        if reference is not None and reference.shape != ours.shape and rows is not None:
+            dim = next((d for d in range(ours.ndim) if ours.shape[d] != reference.shape[d]), 0)
+            reference = reference.index_select(dim, torch.as_tensor(rows, device=reference.device))
+        if reference is not None and not agree([reference], [ours], TOLERANCE):
+            return f"`{path}`"
+    return "the output"
+
+
+def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params) -> None:
+    """Closes units until the *kept* cost is within the target: control becomes a guarantee.
+
+    Those go first that save most cost for the least evidence, a unit weighing more the fewer are left in its set, and never the last one of a set. The gates are changed in place; weights are not.
+
+    Args:
+        gated: the network.
+        at_most: fraction of the dense cost in (0, 1], or fractions by pattern as in `Constraint`.
+        cost: `params`, `macs`, `units` or `l0_norm`.
+
+    Raises:
+        ValueError: the target lies below what the gates can reach; nothing is changed.
+    """
+    _check(gated)
+    targets = dict(at_most) if isinstance(at_most, Mapping) else {None: at_most}
+    for only, fraction in targets.items():
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+            raise ValueError(f"`at_most` is a fraction of the dense cost in (0, 1], got {fraction!r}")
+    opens = gated.opens()
+    with torch.no_grad():
+        for only, fraction in targets.items():
+            opens = _closed_until(gated, opens, cost, only, fraction)
+    start = 0
+    for _, gate in gated.named_gates():
+        mine = opens[start : start + gate.shape.numel()].reshape(gate.shape)
+        gate.close_(gate.open() & ~mine)
+        start += gate.shape.numel()
+
+
+def _kept(gated: Gated, opens: Tensor, cost: Cost, only: str | None) -> float:
+    with gated.assuming(opens):
+        return float(cost(gated, kept=True, only=only) if only is not None else cost(gated, kept=True))
+
+
+def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fraction: float) -> Tensor:
+    target = fraction * dense(cost, gated, only)
+    current = _kept(gated, opens, cost, only)
+    evidence = gated.evidence().clamp(min=torch.finfo(torch.float32).tiny)
+    sizes = torch.tensor([g.shape.numel() for _, g in gated.named_gates()], device=opens.device)
+    member = torch.repeat_interleave(torch.arange(len(sizes), device=opens.device), sizes)
+    before, opens = opens, opens.clone()
+    while current > target:
+        saving = _savings(gated, opens, cost, only)
+        counts = torch.bincount(member[opens], minlength=len(sizes))
+        may = opens & (saving > 0) & (counts[member] > 1)
+        if not bool(may.any()):
+            least, layers = floor(cost, gated, only, kept=True)
+            raise ValueError(
+                f"`at_most` is {fraction:g} of the dense cost, but closing all but the last units leaves {current / dense(cost, gated, only):.4g}"
+                + (f" (layers {', '.join(layers[:5])})" if layers else "")
+            )
+        fits = may & (saving <= current - target)  # near the end, smaller units instead of one that overshoots
+        may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
+        # A unit weighs more the fewer are left beside it, as the first step of log(n): no layer is used up before the others.
+        weight = evidence * (sizes / counts.clamp(min=1))[member]
+        score = torch.where(may, weight / saving.clamp(min=1e-30), torch.inf)
+        order = torch.argsort(score, stable=True)[: int(may.sum())]
+        # Half of the way at once, then savings are worked out anew; in the end one by one, so that nothing is closed for nothing.
+        many = max(1, int((torch.cumsum(saving[order], 0) <= 0.5 * (current - target)).sum()))
+        opens[order[:many]] = False
+        emptied = torch.bincount(member[opens], minlength=len(sizes)) == 0
+        for number in torch.nonzero(emptied & (counts > 0)).flatten().tolist():
+            mine = order[:many][member[order[:many]] == number]
+            opens[mine[-1]] = True  # the one with most evidence for its cost
+        current = _kept(gated, opens, cost, only)
+    return _refilled(gated, closed=before & ~opens, opens=opens, cost=cost, only=only, target=target)
+
+
+def _refilled(gated: Gated, *, closed: Tensor, opens: Tensor, cost: Cost, only: str | None, target: float) -> Tensor:
+    """Opens again what still fits: the last unit to be closed may have been a large one, and a budget that is not used is error for nothing."""
+    evidence = gated.evidence()
+    current = _kept(gated, opens, cost, only)
+    while bool(closed.any()):
+        price = _savings(gated, opens, cost, only)
+        closed &= price <= target - current
+        if not bool(closed.any()):
+            break
+        best = int(torch.where(closed, evidence / price.clamp(min=1e-30), -torch.inf).argmax())
+        closed[best] = False
+        opens[best] = True
+        now = _kept(gated, opens, cost, only)
+        if now > target:  # what comes back may cost more than its gradient says: padded groups, a layer that returns
+            opens[best] = False
+        else:
+            current = now
+    return opens
+
+
+def _savings(gated: Gated, opens: Tensor, cost: Cost, only: str | None) -> Tensor:
+    """What closing each gate alone saves: costs are linear in each gate, so the gradient at the present state is the difference."""
+    with torch.enable_grad():
+        p = opens.to(gated.tables["ends"].dtype).requires_grad_()
+        with gated.assuming(p):
+            value = cost(gated, only=only) if only is not None else cost(gated)
+        (gradient,) = torch.autograd.grad(value, p)
+    return gradient

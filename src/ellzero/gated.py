@@ -1,0 +1,424 @@
+"""Attachment: `attach(model, example_inputs)` puts gates on a model, `Gated` runs it with them.
+
+`Gated` draws every gate once per forward, multiplies the draws into the weights that read, and runs the user's own model with these weights
+in place of its own. The model is shared, not copied: called directly it is the dense network. This file does not
+know what an open gate costs, nor how a network is made smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from ellzero import gates as gt
+from ellzero.axes import Axis, Graph
+from ellzero.census import count_macs, count_params, count_units
+from ellzero.gates import AbstractGate, HardConcreteGate
+from ellzero.liveness import liveness
+from ellzero.placements import Placement, Where, shrinkable
+from ellzero.removal import Plan, make_plan
+from ellzero.trace import as_inputs, canonical_names, trace
+from ellzero.trial import proven
+
+GateMaker = Callable[[tuple[int, ...]], AbstractGate]
+
+
+def attach(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    gate: GateMaker | Mapping[str, GateMaker] = HardConcreteGate,
+    where: Where = shrinkable,
+    streams: bool = False,
+    axes: Sequence[Axis] | None = None,
+    limit: float = 600.0,
+) -> Gated:
+    """Finds what can shrink in `model` and puts gates on it.
+
+    Args:
+        model: any module. It is shared with the result and left as it is: parameters, keys, hooks, mode.
+        example_inputs: a tuple of what the model is called with (or one tensor, or a dict of keyword arguments).
+        gate: what makes the gates of one placement from their shape, e.g. `partial(l0.HardConcreteGate, drop_rate=0.3)`; or several by the
+            pattern (as in `fnmatch`) of the placement's name, the first that matches counting.
+        where: which gates there are: `l0.shrinkable`, `l0.per_layer`, `l0.weights("pattern")`, or any function of the graph.
+        streams: with `l0.shrinkable`, whether residual streams are gated too.
+        axes: axes by hand, for a model that `torch.export` cannot trace; `macs` has no meaning then.
+        limit: seconds that tracing may take.
+
+    Returns:
+        A `Gated`: call it instead of the model.
+
+    Raises:
+        TraceError: the model rejects the example input or cannot be traced.
+        ValueError: there is nothing to gate, or an argument does not fit; the model is untouched.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> gated = attach(net, torch.zeros(1, 4))
+        >>> [(name, tuple(gate.shape)) for name, gate in gated.named_gates()]
+        [('0', (3,))]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, Gated):
+        raise TypeError("`model` is gated already; attach to `model.model`, or pass `where` once for all gates")
+    if streams and where is not shrinkable:
+        raise ValueError("`streams` goes with `where=shrinkable` only")
+    _refuse_sharded(model)
+    inputs = as_inputs(example_inputs)
+    graph = trace(model, example_inputs, limit=limit) if axes is None else _by_hand(model, axes)
+    graph = proven(model, graph, inputs)
+    placements = list(partial(shrinkable, streams=True)(graph) if streams else where(graph))
+    if not placements:
+        reasons = "; ".join(f"`{a.name}`: {a.frozen or 'a residual stream (pass `streams=True`)'}" for a in graph.axes)
+        raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
+    return Gated(model, graph, placements, [_make(gate, p) for p in placements], inputs)
+
+
+def _make(maker: GateMaker | Mapping[str, GateMaker], placement: Placement) -> AbstractGate:
+    if isinstance(maker, Mapping):
+        found = next((m for pattern, m in maker.items() if fnmatchcase(placement.name, pattern)), None)
+        if found is None:
+            raise ValueError(f"`gate` has no pattern for `{placement.name}`, got {', '.join(map(repr, maker))}")
+        maker = found
+    gate = maker(placement.shape)
+    if not isinstance(gate, AbstractGate) or tuple(gate.shape) != placement.shape:
+        raise TypeError(f"`gate` must make a gate of shape {placement.shape} for `{placement.name}`, got {gate!r}")
+    return gate
+
+
+def _by_hand(model: nn.Module, axes: Sequence[Axis]) -> Graph:
+    members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for axis in axes:
+        for site in axis.sites:
+            if site.tensor not in members:
+                raise ValueError(f"`axes` names `{site.tensor}`, which is no parameter or buffer of the model")
+            shape = tuple(members[site.tensor].shape[d] for d in site.dims)
+            if site.units.shape != shape or site.units.max() >= axis.size:
+                raise ValueError(f"`axes` has units of shape {site.units.shape} for `{site.tensor}`, which has {shape} at {site.dims}")
+    return Graph(
+        tuple(axes),
+        {n: tuple(t.shape) for n, t in members.items()},
+        parameters=tuple(n for n, _ in model.named_parameters()),
+    )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Sharded parameters are swapped underneath the call and would be silently ungated."""
+    for name, p in model.named_parameters():
+        if type(p).__name__ == "FlatParameter" or type(p.data).__name__ == "DTensor":
+            raise ValueError(f"`model` has sharded parameters (`{name}`); gates cannot be applied under FSDP yet")
+
+
+class Gated(nn.Module):
+    """A model and its gates. In training every forward draws all gates once; in evaluation it uses their test-time values.
+
+    Attributes:
+        model: the user's model, shared.
+        graph: what shrinks together in it.
+        placements: which gates multiply and count what.
+        gates: the gate modules, by name ("." written as "/").
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        placements: Sequence[Placement],
+        gates: Sequence[AbstractGate],
+        example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> None:
+        super().__init__()
+        names = [p.name for p in placements]
+        if len(set(names)) < len(names):
+            raise ValueError(f"`where` must name each placement once, got {', '.join(names)}")
+        self.liveness = liveness(graph, placements)
+        self.model = model
+        self.graph = graph
+        self.placements = tuple(placements)
+        self.gates = nn.ModuleDict({n.replace(".", "/"): g for n, g in zip(names, gates, strict=True)})
+        self.example_inputs = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, example_inputs)
+        reference = next(p for p in model.parameters())
+        self.gates.to(reference.device, torch.float64 if reference.dtype == torch.float64 else None)
+        aliases: dict[str, list[tuple[tuple[str, ...], str]]] = {}
+        for name, first in canonical_names(model).items():
+            path, _, key = name.rpartition(".")
+            aliases.setdefault(first, []).append((tuple(path.split(".")) if path else (), key))
+        self._targets = {t: (graph.shapes[t], aliases[t], _factors(t, graph, placements)) for t in _multiplied(placements)}
+        self.census = {
+            "params": count_params(graph, self.liveness),
+            "macs": count_macs(graph, self.liveness),
+            "units": count_units(graph, self.liveness),
+        }
+        self._assumed: Tensor | None = None
+        self._settle()
+        self.training = model.training
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes of the model: `name`, `size`, `sites`, and `frozen`, a sentence or `None`."""
+        return self.graph.axes
+
+    def named_gates(self) -> Iterator[tuple[str, AbstractGate]]:
+        """Yields the name and the module of every set of gates."""
+        for placement, gate in zip(self.placements, self._gates(), strict=True):
+            yield placement.name, gate
+
+    def _gates(self) -> list[AbstractGate]:
+        return list(self.gates.values())  # type: ignore[arg-type]
+
+    def gate_noise(self) -> Tensor:
+        """Fresh uniform noise for one draw of all gates, to be passed to a forward as `gate_noise`."""
+        return gt.noise(self._gates())
+
+    def param_groups(
+        self,
+        *,
+        lr: float | None = None,
+        gate_lr: float | None = None,
+        weight_decay: float = 0.0,
+        gate_weight_decay: float = 0.0,
+        counted_weight_decay: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """The two groups for an optimizer: weights, and gates with a learning rate of their own.
+
+        Args:
+            lr: learning rate of the weights; the optimizer's default if `None`.
+            gate_lr: learning rate of the gates; as the weights' if `None`.
+            weight_decay: of the weights.
+            gate_weight_decay: of the gates.
+            counted_weight_decay: if given, the weights that gates count form a third group with this decay: 0 where `l2_norm` acts on them.
+        """
+        for key, value in (("lr", lr), ("gate_lr", gate_lr), ("weight_decay", weight_decay), ("gate_weight_decay", gate_weight_decay)):
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"`{key}` must be a number >= 0, got {value}")
+        counted = {s.tensor for p in self.placements for s in p.counts} if counted_weight_decay is not None else set()
+        groups: list[dict[str, Any]] = [
+            {"name": "weights", "params": [p for n, p in self.model.named_parameters() if n not in counted], "weight_decay": weight_decay},
+            {"name": "gates", "params": list(self.gates.parameters()), "weight_decay": gate_weight_decay},
+        ]
+        if counted:
+            params = [p for n, p in self.model.named_parameters() if n in counted]
+            groups.append({"name": "counted weights", "params": params, "weight_decay": counted_weight_decay})
+        for group in groups:
+            rate = lr if group["name"] != "gates" or gate_lr is None else gate_lr
+            if rate is not None:
+                group["lr"] = rate
+        return groups
+
+    # ---- what the gates say --------------------------------------------------------------------------------------------
+
+    def prob_open(self) -> Tensor:
+        """P(z ≠ 0) of all gates, one set after the other, flat."""
+        return self._assumed if self._assumed is not None else _flat(gt.probabilities(self._gates()))
+
+    def opens(self) -> Tensor:
+        """Which gates are open at test time, flat."""
+        return self._assumed != 0 if self._assumed is not None else _flat(gt.opens(self._gates()))
+
+    def evidence(self) -> Tensor:
+        """What speaks for keeping each gate open, flat; larger is more."""
+        return _flat(gt.evidences(self._gates()))
+
+    @contextmanager
+    def assuming(self, opens: Tensor) -> Iterator[None]:
+        """Lets `prob_open()` and `opens()`, and so every cost, answer as if each gate were open with this probability."""
+        if opens.shape != (self.liveness.size,):
+            raise ValueError(f"`opens` must have one entry per gate, {self.liveness.size}, got shape {tuple(opens.shape)}")
+        before, self._assumed = self._assumed, opens.to(self.tables["ends"])
+        try:
+            yield
+        finally:
+            self._assumed = before
+
+    def alive(self) -> tuple[Tensor, list[Tensor]]:
+        """P(alive) of every unit of the graph, and P(open) of the inputs of every weight that gets a `Select`."""
+        extended = self.liveness.extend(self.prob_open(), self.tables)
+        return self.liveness.units(extended, self.tables), self.liveness.inputs(extended, self.tables)
+
+    def plan(self, *, refuse: bool = True) -> Plan:
+        """What removal would leave now, by the gates' test-time values.
+
+        Args:
+            refuse: whether an axis that is closed as a whole, with nothing to carry on, raises `ClosedAxisError` (else one unit of it stays).
+        """
+        with torch.no_grad():
+            extended = self.liveness.extend(self.opens().to(self.tables["ends"]), self.tables)
+            units = self.liveness.units(extended, self.tables).cpu().numpy() > 0.5
+            inputs = [x.cpu().numpy() > 0.5 for x in self.liveness.inputs(extended, self.tables)]
+            evidence = self._unit_evidence()
+        entries = dict(zip(self.liveness.entries, inputs, strict=True))
+        return make_plan(self.graph, units, entries=entries, evidence=evidence, refuse=refuse)
+
+    def _unit_evidence(self) -> npt.NDArray[np.float64]:
+        """For each unit the weakest of the gates that all its readers share: only used to choose among closed units."""
+        evidence = self.evidence().double().cpu().numpy()
+        padded = np.concatenate([evidence, np.full(self.liveness.one + 2 - len(evidence), np.inf)])
+        return padded[self.liveness.common].min(1)
+
+    # ---- the forward -------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, gate_noise: Tensor | None = None, **kwargs: Any) -> Any:
+        """Runs the model with gated weights.
+
+        Args:
+            *args: the model's own arguments.
+            gate_noise: uniform noise for the draw, flat, one entry per gate; drawn from torch's default generator if `None`.
+            **kwargs: the model's own keyword arguments.
+        """
+        gates = self._gates()
+        z = gt.draw(gates, gate_noise) if self.training else gt.values(gates)
+        if torch.compiler.is_compiling():
+            return functional_call(self.model, self.gated_weights(z), args, kwargs)
+        with self._in_place(z), _no_inner_checkpointing():
+            return self.model(*args, **kwargs)
+
+    def gated_weights(self, z: Sequence[Tensor], model: nn.Module | None = None) -> dict[str, Tensor]:
+        """The weights that gates multiply, multiplied by `z` (one tensor per set of gates).
+
+        Args:
+            z: the gates.
+            model: whose weights; those of `self.model` if `None`.
+        """
+        members = dict((self.model if model is None else model).named_parameters())
+        return {name: members[name] * self._factor(name, z).to(members[name].dtype) for name in self._targets}
+
+    @contextmanager
+    def _in_place(self, z: Sequence[Tensor]) -> Iterator[None]:
+        """Puts the gated weights where the model looks for its own, for the time of a forward.
+
+        What `torch.func.functional_call` does, for the few weights that change: it walks all parameters at each call.
+        """
+        put: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for name, (shape, places, _) in self._targets.items():
+                weight: Any = None
+                for path, key in places:
+                    module: Any = self.model
+                    for part in path:
+                        module = module._modules.get(part)
+                    own = None if module is None else module._parameters.get(key)
+                    if own is None or own.shape != shape:
+                        raise RuntimeError(
+                            f"`{name}` is not the parameter of shape {tuple(shape)} that gates were attached to (replaced, resized or "
+                            "sharded since?); attach again"
+                        )
+                    if weight is None:
+                        weight = own * self._factor(name, z).to(own.dtype)
+                    put.append((module._parameters, key, own))
+                    module._parameters[key] = weight
+            yield
+        finally:
+            for parameters, key, own in put:
+                parameters[key] = own
+
+    def _factor(self, name: str, z: Sequence[Tensor]) -> Tensor:
+        """What the weight `name` is multiplied by: the product of all gates on it, in a shape that broadcasts."""
+        product: Tensor | None = None
+        for k, (number, repeats, index, shape) in enumerate(self._targets[name][2]):
+            factor = z[number]
+            if index is not None:
+                flat = torch.cat([factor.reshape(-1), factor.new_ones(1)])
+                factor = flat[self.tables[f"factor {k} {name}"]]
+            elif repeats > 1:
+                factor = factor.reshape(-1, 1).expand(-1, repeats)
+            factor = factor.reshape(shape)
+            product = factor if product is None else product * factor
+        assert product is not None
+        return product
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Lays out the index tables where the gates are. They are no buffers: DDP would broadcast them at every step, `.to(bfloat16)` round them."""
+        home = next(self.gates.parameters())
+        dtype = torch.float64 if home.dtype == torch.float64 else torch.float32
+        self.tables = self.liveness.tables(home.device, dtype)
+        for name, (_, _, factors) in self._targets.items():
+            for k, (_, _, index, _) in enumerate(factors):
+                if index is not None:
+                    self.tables[f"factor {k} {name}"] = torch.as_tensor(index, device=home.device)
+        self.census_tables = {k: c.tables(home.device, dtype) for k, c in self.census.items() if c is not None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # Torch loads what fits and complains afterwards; here nothing is loaded unless all of it fits.
+        known = self.state_dict()
+        given = {k.removeprefix(prefix): t for k, t in state_dict.items() if k.startswith(prefix)}
+        if rest[1] and known.keys() != given.keys():
+            raise ValueError(
+                f"`state_dict` is of another network: missing {sorted(known.keys() - given.keys())[:5]}, "
+                f"unexpected {sorted(given.keys() - known.keys())[:5]}"
+            )
+        for key, new in given.items():
+            if key in known and new.shape != known[key].shape:
+                raise ValueError(
+                    f"`state_dict` is of another network: `{key}` has shape {tuple(new.shape)}, here it is {tuple(known[key].shape)}"
+                )
+            if key.startswith("gates.") and not bool(torch.isfinite(new).all()):
+                raise ValueError(f"`state_dict` has numbers in `{key}` that are not finite")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([p.reshape(-1) for p in parts])
+
+
+def _multiplied(placements: Sequence[Placement]) -> list[str]:
+    return list(dict.fromkeys(s.tensor for p in placements for s in p.multiplies))
+
+
+def _factors(tensor: str, graph: Graph, placements: Sequence[Placement]) -> list[tuple[int, int, Any, tuple[int, ...]]]:
+    """For each set of gates on a weight: its number, how z is laid out (repeats, or an index), and the shape that broadcasts."""
+    out = []
+    for number, placement in enumerate(placements):
+        for site in placement.multiplies:
+            if site.tensor != tensor:
+                continue
+            shape = tuple(graph.shapes[tensor][d] if d in site.dims else 1 for d in range(len(graph.shapes[tensor])))
+            n, units = prod(placement.shape), site.units.ravel()
+            repeats = units.size // n if units.size % n == 0 else 0
+            in_order = repeats and np.array_equal(units, np.repeat(np.arange(n), repeats))
+            out.append((number, repeats if in_order else 1, None if in_order else np.where(units < 0, n, units), shape))
+    return out
+
+
+@contextmanager
+def _no_inner_checkpointing() -> Iterator[None]:
+    """Refuses activation checkpointing inside the model: its recomputation runs in the backward, after the gated weights are gone, and would
+    silently use the dense ones. Checkpointing around the `Gated` is fine: it recomputes the gates too, with the same noise."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    module: Any = torch.utils.checkpoint
+    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Refusal, _Refusal.apply
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
+
+
+class _Refusal:
+    @staticmethod
+    def apply(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "activation checkpointing inside a gated model recomputes with ungated weights; checkpoint around it instead: "
+            "`torch.utils.checkpoint.checkpoint(gated, x)`, or compile it"
+        )

@@ -1,0 +1,202 @@
+"""Trying removals out before any gate is trained: what does not survive one on a copy is frozen, with that reason.
+
+Tracing cannot see a literal (`view(-1, 800)`, `x[:, :30]`, a stored number of heads) that is right for the dense network alone. So
+the model is copied, its numbers are disturbed (a zero-initialised weight would hide a wrong answer), units are removed, and what comes out is
+compared with the copy whose reading weights are set to zero at those units.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ellzero.axes import Graph, Labels
+from ellzero.removal import ClosedAxisError, Mask, Plan, make_plan
+from ellzero.trace import Inputs, batch_size, run
+
+
+def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
+    """The graph with every axis frozen whose units cannot be removed, and `can_vanish` set where whole layers can be."""
+    bench = _Bench(model, graph, inputs)
+    free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
+    reasons: dict[int, str] = {}
+    good = _sift([k for k in free if graph.axes[k].size > 1], [], bench.survives_parts, reasons)
+    axes = list(graph.axes)
+    for k, reason in reasons.items():
+        axes[k] = replace(axes[k], frozen=reason)
+    bench.graph = graph = replace(graph, axes=tuple(axes))
+    lone = [k for k in free if graph.axes[k].size == 1]
+    whole = [k for k in good + lone if bench.could_vanish(k)]
+    for k in _sift(whole, [], bench.survives_vanishing, {}):
+        axes[k] = replace(axes[k], can_vanish=True)
+    return replace(graph, axes=tuple(axes))
+
+
+def _sift(
+    new: Sequence[int], good: list[int], test: Callable[[Sequence[int]], str | None], reasons: dict[int, str]
+) -> list[int]:
+    """As many of `new` as pass the test together with `good`, by halving: few trials where few fail."""
+    if not new:
+        return good
+    failure = test([*good, *new])
+    if failure is None:
+        return [*good, *new]
+    if len(new) == 1:
+        reasons[new[0]] = failure
+        return good
+    middle = len(new) // 2
+    return _sift(new[middle:], _sift(new[:middle], good, test, reasons), test, reasons)
+
+
+class _Bench:
+    """A disturbed copy of the model in float64, and the comparison of masked and removed."""
+
+    def __init__(self, model: nn.Module, graph: Graph, inputs: Inputs) -> None:
+        self.graph = graph
+        few = _first_examples(inputs, 2)
+        for dtype, self.tolerance in ((torch.float64, 1e-9), (None, 1e-3)):
+            self.model = copy.deepcopy(model).eval()
+            self.inputs = tree_map(lambda leaf: _cast(leaf, dtype), few)
+            if dtype is not None:
+                self.model.to(dtype)
+            _disturb(self.model)
+            try:
+                self.run(self.model)
+                return
+            except Exception:  # the model casts to a dtype of its own, or takes no other batch: as it is, then
+                few = inputs
+
+    def run(self, model: nn.Module, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
+        devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+        with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
+            torch.manual_seed(0)
+            out = functional_call(model, weights, *self.inputs) if weights is not None else run(model, self.inputs)
+        return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+
+    def survives_parts(self, axes: Sequence[int]) -> str | None:
+        """Removes the first unit of each axis, then a random half: None, or a sentence that says how it went wrong."""
+        return self.survives(self.alive(axes, first=True)) or self.survives(self.alive(axes, first=False))
+
+    def could_vanish(self, axis: int) -> bool:
+        alive = self.all()
+        alive[self.span(axis)] = False
+        try:
+            make_plan(self.graph, alive)
+        except ClosedAxisError:
+            return False
+        return True
+
+    def survives_vanishing(self, axes: Sequence[int]) -> str | None:
+        alive = self.all()
+        trial = list(self.graph.axes)
+        for k in axes:
+            alive[self.span(k)] = False
+            trial[k] = replace(trial[k], can_vanish=True)
+        return self.survives(alive, replace(self.graph, axes=tuple(trial)))
+
+    def survives(self, alive: Mask, graph: Graph | None = None) -> str | None:
+        try:
+            plan = make_plan(graph or self.graph, alive)
+        except ClosedAxisError as error:
+            return str(error)
+        masked = self.run(self.model, masked_weights(self.model, self.graph, alive))
+        small = copy.deepcopy(self.model)
+        try:
+            plan.apply(small)
+            removed = self.run(small)
+        except Exception as error:
+            first = (str(error).strip() or "(no message)").splitlines()[0]
+            return f"the model does not run with a unit of it removed ({type(error).__name__}: {first})"
+        if not agree(masked, removed, self.tolerance):
+            return "the model gives another output with a unit of it removed than with the unit closed"
+        return None
+
+    def all(self) -> Mask:
+        return np.ones(self.graph.offsets[-1], dtype=bool)
+
+    def span(self, axis: int) -> slice:
+        return slice(self.graph.offsets[axis], self.graph.offsets[axis] + self.graph.axes[axis].size)
+
+    def alive(self, axes: Sequence[int], first: bool) -> Mask:
+        random = np.random.default_rng(0)
+        alive = self.all()
+        for k in axes:
+            for units in self._groups(k):
+                count = 1 if first else len(units) // 2
+                order = np.arange(len(units)) if first else random.permutation(len(units))
+                alive[units[order[:count]]] = False
+                if len(units) < 2:
+                    alive[units] = True
+        return alive
+
+    def _groups(self, axis: int) -> list[Labels]:
+        """The units of an axis, group by group where a grouped convolution wants as many in each."""
+        span = self.span(axis)
+        units = np.arange(span.start, span.stop)
+        for balance in self.graph.balances:
+            rows = [np.unique(row[(row >= span.start) & (row < span.stop)]) for row in balance]
+            if all(len(row) == len(rows[0]) > 0 for row in rows):
+                return rows
+        return [units]
+
+
+def masked_weights(model: nn.Module, graph: Graph, alive: Mask) -> dict[str, Tensor]:
+    """The weights that read, with zeros where the unit that they read is not alive."""
+    members = dict(model.named_parameters())
+    out = {}
+    for tensor, dims in graph.reading.items():
+        units = graph.labels[tensor][dims]
+        keep = torch.as_tensor(alive[units] | (units < 0))
+        weight = members[tensor]
+        shape = [weight.shape[d] if d in dims else 1 for d in range(weight.ndim)]
+        out[tensor] = weight * keep.reshape(shape).to(weight)
+    return out
+
+
+def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether two lists of tensors have the same shapes and, relative to their largest entry, the same numbers."""
+    if [t.shape for t in a] != [t.shape for t in b]:
+        return False
+    for x, y in zip(a, b, strict=True):
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                return False
+        elif x.numel():
+            scale = max(1.0, float(x.abs().max()))
+            if not float((x - y).abs().max()) <= tolerance * scale:  # NaN never passes
+                return False
+    return True
+
+
+def _disturb(model: nn.Module) -> None:
+    """Moves every number a little, from a generator of its own."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                noise = torch.randn(p.shape, generator=generator).to(p)
+                p.add_(noise * (0.1 * p.abs().mean() + 0.02))
+        for b in model.buffers():
+            if b.is_floating_point():  # a factor near one: a variance stays positive
+                b.mul_(1 + 0.1 * torch.rand(b.shape, generator=generator).to(b))
+
+
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _first_examples(inputs: Inputs, count: int) -> Inputs:
+    size = batch_size(inputs)
+    out: Inputs = tree_map(lambda t: t[:count] if isinstance(t, Tensor) and t.ndim and t.shape[0] == size else t, inputs)
+    return out if size > count else inputs
+
+
+__all__ = ["Plan", "agree", "masked_weights", "proven"]
