@@ -704,6 +704,16 @@ def test_a_copy_is_accepted_and_a_shrunk_network_still_refers_to_the_original() 
     assert constraint.violation.item() == 1 / 4 - 0.5
 
 
+def test_a_network_is_checked_once_and_not_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = Toy(a=[1.0])
+    constraint, penalty = Constraint(total, 0.5), Penalty(total, {"a": 1.0})
+    constraint(toy)
+    penalty(toy)
+    monkeypatch.setattr(Toy, "named_gates", None)
+    constraint(toy)
+    penalty(toy)
+
+
 def test_binding_does_not_keep_the_network_alive() -> None:
     toy = Toy(a=[1.0])
     constraint, alive = Constraint(total, 0.5), weakref.ref(toy)
@@ -725,6 +735,8 @@ def test_a_pattern_that_counts_nothing_is_refused() -> None:
 def test_what_is_no_gated_network_is_refused() -> None:
     with pytest.raises(TypeError, match="`gated` must be what `attach` returned, got Linear"):
         Constraint(total, 0.5)(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="got NoneType"):
+        Constraint(total, 0.5)(None)
 
 
 def test_gates_that_are_not_finite_are_refused_at_the_first_call() -> None:
@@ -821,6 +833,37 @@ def test_the_state_of_another_constraint_is_refused(other: Callable[[], nn.Modul
     with pytest.raises(RuntimeError, match=message):
         constraint.load_state_dict(other().state_dict())
     assert frozen(constraint.state_dict()) == frozen(before)
+
+
+def test_a_state_of_another_kind_is_refused() -> None:
+    constraint = Constraint(total, 0.5)
+    with pytest.raises(RuntimeError, match="`state_dict` must be that of an equal Constraint, got another: it is of"):
+        constraint.load_state_dict({**constraint.state_dict(), "multiplier": torch.ones(1), "_extra_state": 7})
+    assert constraint.multiplier.item() == 0.0
+
+
+def test_half_a_state_is_refused_whole() -> None:
+    toy = Toy(a=[1.0])
+    constraint, other = (Constraint(total, 0.5, dual=GradientAscent(1.0)) for _ in range(2))
+    constraint(toy)
+    constraint.ascend()
+    state = constraint.state_dict()
+    del state["violation"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"violation"'):
+        other.load_state_dict(state)
+    assert other.multiplier.item() == 0.0
+
+
+def test_the_state_of_a_constraint_not_called_yet_makes_it_new() -> None:
+    toy = Toy(a=[1.0]).float()
+    constraint = Constraint(total, 0.25, dual=GradientAscent(1.0))
+    fresh = copy.deepcopy(constraint.state_dict())
+    constraint(toy)
+    constraint.ascend()
+    constraint.load_state_dict(fresh)
+    constraint(toy)
+    assert constraint.multiplier.item() == 0.0
+    assert constraint.violation.item() == 0.75
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from ellzero.costs import breakdown, dense, floor, l0_norm, l2_norm, macs, param
 from ellzero.distributions import BinaryConcrete, HardConcrete, Logistic, Rectified
 from ellzero.gated import Gated, attach
 from ellzero.gates import AbstractGate, HardConcreteGate, Median, NoExpectation, Noiseless, RectifiedGate
+from ellzero.objectives import *
 from ellzero.placements import Placement, per_layer, shrinkable, weights
 from ellzero.removal import ClosedAxisError, Plan
 from ellzero.trace import TraceError, trace

@@ -1,8 +1,9 @@
 """How many entries are left: parameters and MACs of the network that removal would give, as functions of which units are alive.
 
 The entries of a weight are counted by a product of two sums, one over each of its labelled dimensions: Σ_o a_o · Σ_i a_i. In expectation over independent
-units that is E[n_out]·E[n_in], and Σ_o Σ_i a_o a_i + Σ_u c_u c'_u (a_u − a_u²) where units lie on both dimensions (residual streams: a unit is
-not independent of itself). The *population* is every unit that a gate can close, and every input of a weight that gets a `Select`.
+units that is E[n_out]·E[n_in]. Where the same units lie on both dimensions (residual streams) a unit is not independent of itself, nor of an input that reads it:
+an open input u of a weight means that the unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is added, with u = m for the unit itself.
+The *population* is every unit that a gate can close, and every input of a weight that gets a `Select`.
 This file counts; it does not know gates, only whether (or how probably) something is alive.
 """
 
@@ -36,8 +37,11 @@ class Census:
         right: row of X for the second one (row 0 is the constant 1).
         constant: what always stays, by row.
         matrix: how often a member of each segment counts in each row.
-        twice: by term and segment, scale · c · c' of units that lie on both dimensions.
         segment: the segment of each member of the population.
+        whole: the units m of the pairs (m, u) that meet in a term.
+        part: the u of these pairs, alive only if m is.
+        twice: by term and sort of pair, how often such a pair meets in the term, times its scale.
+        sort: the sort of each pair.
         units: unit number of the members that are units; the inputs of `inputs` follow.
         inputs: the weights whose inputs are members: name, reading dimension, number.
     """
@@ -48,8 +52,11 @@ class Census:
     right: Labels
     constant: Vector
     matrix: Vector
-    twice: Vector
     segment: Labels
+    whole: Labels
+    part: Labels
+    twice: Vector
+    sort: Labels
     units: Labels
     inputs: tuple[tuple[str, int, int], ...]
 
@@ -69,7 +76,8 @@ class Census:
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arrays as tensors, for `expected`."""
-        arrays = {k: getattr(self, k) for k in ("scale", "left", "right", "constant", "matrix", "twice", "segment", "units")}
+        vectors = ("scale", "left", "right", "constant", "matrix", "segment", "whole", "part", "twice", "sort", "units")
+        arrays = {k: getattr(self, k) for k in vectors}
         return {k: torch.as_tensor(a, device=device, dtype=dtype if a.dtype == np.float64 else None) for k, a in arrays.items()}
 
     def expected(self, units: Tensor, inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
@@ -81,12 +89,12 @@ class Census:
             tables: from `tables()`.
         """
         alive = torch.cat([units[tables["units"]], *inputs]) if inputs else units[tables["units"]]
-        zero = alive.new_zeros(self.matrix.shape[1])
-        sums = zero.index_add(0, tables["segment"], alive)
+        sums = alive.new_zeros(tables["matrix"].shape[1]).index_add(0, tables["segment"], alive)
         x = torch.addmv(tables["constant"], tables["matrix"], sums)
         terms = tables["scale"] * x[tables["left"]] * x[tables["right"]]
-        if self.twice.any():
-            terms = terms + tables["twice"] @ zero.index_add(0, tables["segment"], alive - alive.square())
+        if len(tables["part"]):
+            more = alive[tables["part"]] * (1 - alive[tables["whole"]])
+            terms = terms + tables["twice"] @ more.new_zeros(tables["twice"].shape[1]).index_add(0, tables["sort"], more)
         return terms
 
 
@@ -147,13 +155,28 @@ class _Builder:
         rows = [self.row(self.member[a], 0) if a is not None else 0 for a in (left, right)]
         self.terms.append((name, factor, rows[0], rows[1]))
 
+    def pairs(self) -> Labels:
+        """Members (m, u) of the population such that u is alive only if m is: a unit and itself, a unit and an input that reads it."""
+        own = np.arange(len(self.units))
+        whole, part = [own], [own]
+        for tensor, start in self.inputs.items():
+            read = self.member[self.graph.labels[tensor][self.graph.reading[tensor]]]
+            whole.append(read[read >= 0])
+            part.append(start + np.flatnonzero(read >= 0))
+        return np.stack([np.concatenate(whole), np.concatenate(part)])
+
     def build(self) -> Census:
         matrix = np.stack(self.vectors)
         columns, segment = np.unique(matrix[:, : self.size], axis=1, return_inverse=True)
         names, scale, left, right = ([t[k] for t in self.terms] for k in range(4))
         scales = np.array(scale, dtype=np.float64)
-        counts = columns.astype(np.float64)
-        twice = scales[:, None] * counts[left] * counts[right]
+        counts, segment = columns.astype(np.float64), segment.reshape(-1)
+        pairs = self.pairs()
+        sorts, sort = np.unique(segment[pairs], axis=1, return_inverse=True)
+        m, u = sorts
+        met = counts[left][:, m] * counts[right][:, u] + np.where(m == u, 0, counts[left][:, u] * counts[right][:, m])
+        meet = met.any(0)
+        here = meet[sort.reshape(-1)]
         return Census(
             tuple(names),
             scales,
@@ -161,8 +184,11 @@ class _Builder:
             np.array(right, dtype=np.int64),
             matrix[:, self.size].astype(np.float64),
             counts,
-            twice,
-            segment.reshape(-1),
+            segment,
+            pairs[0, here],
+            pairs[1, here],
+            scales[:, None] * met[:, meet],
+            (np.cumsum(meet) - 1)[sort.reshape(-1)[here]],
             self.units,
             tuple((t, self.graph.reading[t][0], self.graph.shapes[t][self.graph.reading[t][0]]) for t in self.inputs),
         )

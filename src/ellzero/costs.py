@@ -44,8 +44,8 @@ def l0_norm(gated: Gated, *, kept: bool = False, only: str | None = None) -> Ten
         6.0
     """
     p = _open(gated, kept)
-    counts, shared = _counted(gated, only)
-    total = p @ counts.to(p)
+    counts, shared = _counted(gated, only, p.dtype)
+    total = p @ counts
     for tensor, sites in shared.items():
         factor = _product(gated, tensor, sites, p)
         total = total + factor.sum() * (prod(gated.graph.shapes[tensor]) / factor.numel())
@@ -121,12 +121,14 @@ def units(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tenso
 
 def dense(cost: Cost, gated: Gated, only: str | None = None) -> float:
     """The cost of the dense network, that fractions refer to: every gate open."""
+    _check(gated)
     with torch.no_grad(), gated.assuming(torch.ones(gated.liveness.size)):
         return float(_call(cost, gated, False, only))
 
 
 def floor(cost: Cost, gated: Gated, only: str | None = None, *, kept: bool = False) -> tuple[float, list[str]]:
     """The least that the gates can reach, every one of them closed, and the layers that make it, most expensive first."""
+    _check(gated)
     with torch.no_grad(), gated.assuming(torch.zeros(gated.liveness.size)):
         least = float(_call(cost, gated, kept, only))
         layers = breakdown(cost, gated, kept=kept, only=only)
@@ -135,6 +137,7 @@ def floor(cost: Cost, gated: Gated, only: str | None = None, *, kept: bool = Fal
 
 def breakdown(cost: Cost, gated: Gated, *, kept: bool = False, only: str | None = None) -> dict[str, float]:
     """What each layer (for `params`, `macs`) or axis (for `units`) costs; empty for a cost that has no such parts."""
+    _check(gated)
     which = {params: "params", macs: "macs", units: "units"}.get(cost)  # type: ignore[call-overload]
     if which is None:
         return {}
@@ -203,25 +206,22 @@ def _counting_sites(gated: Gated, only: str | None) -> dict[str, list[tuple[int,
     return out
 
 
-def _counted(gated: Gated, only: str | None) -> tuple[Tensor, dict[str, Any]]:
+def _counted(gated: Gated, only: str | None, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     """How many weights each gate counts alone, and the tensors that several sets of gates count."""
-
-    def build() -> tuple[Tensor, dict[str, Any]]:
+    key = ("counted", only, dtype)
+    if key not in gated.memo:
         counts = torch.zeros(gated.liveness.size, dtype=torch.float64)
         shared = {}
         for tensor, sites in _counting_sites(gated, only).items():
-            if len(sites) > 1:
+            start, _, site = sites[0]
+            if len(sites) > 1 or (site.units < 0).any():
                 shared[tensor] = sites
                 continue
-            start, _, site = sites[0]
-            gates = torch.as_tensor(site.units[site.units >= 0]) + start
             each = prod(gated.graph.shapes[tensor]) / site.units.size
-            counts.index_add_(0, gates, torch.full(gates.shape, each, dtype=torch.float64))
-            if (site.units < 0).any():
-                raise AssertionError(f"a counting site of `{tensor}` has entries under no gate")
-        return counts, shared
-
-    return build()
+            counts += each * torch.bincount(torch.as_tensor(site.units).flatten() + start, minlength=len(counts))
+        gated.memo[key] = counts.to(gated.tables["ends"].device, dtype), shared
+    found: tuple[Tensor, dict[str, Any]] = gated.memo[key]
+    return found
 
 
 def _product(gated: Gated, tensor: str, sites: Sequence[Any], p: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ class Gated(nn.Module):
         graph: what shrinks together in it.
         placements: which gates multiply and count what.
         gates: the gate modules, by name ("." written as "/").
+        memo: what costs worked out about this network once, emptied when it moves.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class Gated(nn.Module):
             "units": count_units(graph, self.liveness),
         }
         self._assumed: Tensor | None = None
+        self.memo: dict[Any, Any] = {}
         self._settle()
         self.training = model.training
 
@@ -222,15 +224,15 @@ class Gated(nn.Module):
 
     def prob_open(self) -> Tensor:
         """P(z ≠ 0) of all gates, one set after the other, flat."""
-        return self._assumed if self._assumed is not None else _flat(gt.probabilities(self._gates()))
+        return self._assumed if self._assumed is not None else gt.flat(self._gates(), lambda g, phi: g.prob_from(phi))
 
     def opens(self) -> Tensor:
         """Which gates are open at test time, flat."""
-        return self._assumed != 0 if self._assumed is not None else _flat(gt.opens(self._gates()))
+        return self._assumed != 0 if self._assumed is not None else gt.flat(self._gates(), lambda g, phi: g.value_from(phi) != 0)
 
     def evidence(self) -> Tensor:
         """What speaks for keeping each gate open, flat; larger is more."""
-        return _flat(gt.evidences(self._gates()))
+        return gt.flat(self._gates(), lambda g, phi: g.evidence_from(phi))
 
     @contextmanager
     def assuming(self, opens: Tensor) -> Iterator[None]:
@@ -282,8 +284,16 @@ class Gated(nn.Module):
         z = gt.draw(gates, gate_noise) if self.training else gt.values(gates)
         if torch.compiler.is_compiling():
             return functional_call(self.model, self.gated_weights(z), args, kwargs)
-        with self._in_place(z), _no_inner_checkpointing():
+        put: list[tuple[dict[str, Any], str, Any]] = []
+        checkpointing = _forbid_checkpointing() if torch.is_grad_enabled() else None
+        try:
+            self._put_in_place(z, put)
             return self.model(*args, **kwargs)
+        finally:
+            for parameters, key, own in put:
+                parameters[key] = own
+            if checkpointing is not None:
+                _allow_checkpointing(checkpointing)
 
     def gated_weights(self, z: Sequence[Tensor], model: nn.Module | None = None) -> dict[str, Tensor]:
         """The weights that gates multiply, multiplied by `z` (one tensor per set of gates).
@@ -293,36 +303,33 @@ class Gated(nn.Module):
             model: whose weights; those of `self.model` if `None`.
         """
         members = dict((self.model if model is None else model).named_parameters())
-        return {name: members[name] * self._factor(name, z).to(members[name].dtype) for name in self._targets}
+        return {name: self._multiplied(members[name], name, z) for name in self._targets}
 
-    @contextmanager
-    def _in_place(self, z: Sequence[Tensor]) -> Iterator[None]:
-        """Puts the gated weights where the model looks for its own, for the time of a forward.
+    def _put_in_place(self, z: Sequence[Tensor], put: list[tuple[dict[str, Any], str, Any]]) -> None:
+        """Puts the gated weights where the model looks for its own, and notes in `put` what was there.
 
         What `torch.func.functional_call` does, for the few weights that change: it walks all parameters at each call.
         """
-        put: list[tuple[dict[str, Any], str, Any]] = []
-        try:
-            for name, (shape, places, _) in self._targets.items():
-                weight: Any = None
-                for path, key in places:
-                    module: Any = self.model
-                    for part in path:
-                        module = module._modules.get(part)
-                    own = None if module is None else module._parameters.get(key)
-                    if own is None or own.shape != shape:
-                        raise RuntimeError(
-                            f"`{name}` is not the parameter of shape {tuple(shape)} that gates were attached to (replaced, resized or "
-                            "sharded since?); attach again"
-                        )
-                    if weight is None:
-                        weight = own * self._factor(name, z).to(own.dtype)
-                    put.append((module._parameters, key, own))
-                    module._parameters[key] = weight
-            yield
-        finally:
-            for parameters, key, own in put:
-                parameters[key] = own
+        for name, (shape, places, _) in self._targets.items():
+            weight: Any = None
+            for path, key in places:
+                module: Any = self.model
+                for part in path:
+                    module = module._modules.get(part)
+                own = None if module is None else module._parameters.get(key)
+                if own is None or own.shape != shape:
+                    raise RuntimeError(
+                        f"`{name}` is not the parameter of shape {tuple(shape)} that gates were attached to (replaced, resized or "
+                        "sharded since?); attach again"
+                    )
+                if weight is None:
+                    weight = self._multiplied(own, name, z)
+                put.append((module._parameters, key, own))
+                module._parameters[key] = weight
+
+    def _multiplied(self, weight: Tensor, name: str, z: Sequence[Tensor]) -> Tensor:
+        factor = self._factor(name, z)
+        return weight * (factor if factor.dtype == weight.dtype else factor.to(weight.dtype))
 
     def _factor(self, name: str, z: Sequence[Tensor]) -> Tensor:
         """What the weight `name` is multiplied by: the product of all gates on it, in a shape that broadcasts."""
@@ -334,7 +341,8 @@ class Gated(nn.Module):
                 factor = flat[self.tables[f"factor {k} {name}"]]
             elif repeats > 1:
                 factor = factor.reshape(-1, 1).expand(-1, repeats)
-            factor = factor.reshape(shape)
+            if factor.shape != shape:
+                factor = factor.reshape(shape)
             product = factor if product is None else product * factor
         assert product is not None
         return product
@@ -350,6 +358,7 @@ class Gated(nn.Module):
             for k, (_, _, index, _) in enumerate(factors):
                 if index is not None:
                     self.tables[f"factor {k} {name}"] = torch.as_tensor(index, device=home.device)
+        self.memo = {}
         self.census_tables = {k: c.tables(home.device, dtype) for k, c in self.census.items() if c is not None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -376,10 +385,6 @@ class Gated(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([p.reshape(-1) for p in parts])
-
-
 def _multiplied(placements: Sequence[Placement]) -> list[str]:
     return list(dict.fromkeys(s.tensor for p in placements for s in p.multiplies))
 
@@ -395,24 +400,23 @@ def _factors(tensor: str, graph: Graph, placements: Sequence[Placement]) -> list
             n, units = prod(placement.shape), site.units.ravel()
             repeats = units.size // n if units.size % n == 0 else 0
             in_order = repeats and np.array_equal(units, np.repeat(np.arange(n), repeats))
+            shape = shape[next(d for d, size in enumerate(shape) if size > 1) :] if max(shape) > 1 else (1,)  # leading ones broadcast anyway
             out.append((number, repeats if in_order else 1, None if in_order else np.where(units < 0, n, units), shape))
     return out
 
 
-@contextmanager
-def _no_inner_checkpointing() -> Iterator[None]:
-    """Refuses activation checkpointing inside the model: its recomputation runs in the backward, after the gated weights are gone, and would
-    silently use the dense ones. Checkpointing around the `Gated` is fine: it recomputes the gates too, with the same noise."""
-    if not torch.is_grad_enabled():
-        yield
-        return
+def _forbid_checkpointing() -> tuple[Any, Any]:
+    """Refuses activation checkpointing inside the model: its recomputation runs in the backward, after the gated weights are gone, and
+    would silently use the dense ones. Checkpointing around the `Gated` is fine: it recomputes the gates too, with the same noise."""
     module: Any = torch.utils.checkpoint
     before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
     module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Refusal, _Refusal.apply
-    try:
-        yield
-    finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
+    return before
+
+
+def _allow_checkpointing(before: tuple[Any, Any]) -> None:
+    module: Any = torch.utils.checkpoint
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
 
 
 class _Refusal:

@@ -213,34 +213,54 @@ def evidences(gates: Sequence[AbstractGate]) -> list[Tensor]:
     return _together(gates, lambda gate, phi: gate.evidence_from(phi))
 
 
-def _together(gates: Sequence[AbstractGate], f: Callable[..., Tensor], u: Tensor | None = None) -> list[Tensor]:
-    """One tensor per gate, in order, from one call of `f(gate, phi)` or `f(gate, phi, u)` per group of like gates."""
+def flat(gates: Sequence[AbstractGate], f: Callable[[AbstractGate, Phi], Tensor]) -> Tensor:
+    """`f(gate, phi)` of all gates in one flat tensor, in the order of the sequence.
+
+    Example:
+        >>> gates = [HardConcreteGate(300), HardConcreteGate((20, 5))]
+        >>> flat(gates, lambda gate, phi: gate.prob_from(phi)).shape
+        torch.Size([400])
+    """
     phis = [gate.phi() for gate in gates]
-    kinds = [(type(g), g.constants(), phi[0].dtype, phi[0].device) for g, phi in zip(gates, phis, strict=True)]
-    if all(kind == kinds[0] for kind in kinds):
-        return _alike(gates, phis, f, u)
-    pieces = None if u is None else u.split_with_sizes([gate.shape.numel() for gate in gates])
-    out: dict[int, Tensor] = {}
-    for kind in dict.fromkeys(kinds):
-        members = [i for i, other in enumerate(kinds) if other == kind]
-        u_here = None if pieces is None else torch.cat([pieces[i] for i in members]).to(kind[-1])
-        results = _alike([gates[i] for i in members], [phis[i] for i in members], f, u_here)
-        out.update(zip(members, results, strict=True))
-    return [out[i] for i in range(len(gates))]
+    if len(set(map(_kind, gates, phis))) == 1:
+        return _alike(gates, phis, f, None)
+    return torch.cat([part.reshape(-1) for part in _together(gates, f)])
 
 
-def _alike(
-    gates: Sequence[AbstractGate], phis: Sequence[Phi], f: Callable[..., Tensor], u: Tensor | None
-) -> list[Tensor]:
-    """The same for gates of one type with equal constants."""
-    if not gates:
-        return []
+def _kind(gate: AbstractGate, phi: Phi) -> tuple[Hashable, ...]:
+    """Gates of one kind are evaluated together."""
+    return type(gate), gate.constants(), phi[0].dtype, phi[0].device
+
+
+def _together(gates: Sequence[AbstractGate], f: Callable[..., Tensor], u: Tensor | None = None) -> list[Tensor]:
+    """One tensor per gate, in order, from one call of `f(gate, phi)` or `f(gate, phi, u)` per kind of gate."""
+    phis = [gate.phi() for gate in gates]
+    kinds = list(map(_kind, gates, phis))
+    sizes = [gate.shape.numel() for gate in gates]
+    if len(set(kinds)) == 1:
+        parts = _split(_alike(gates, phis, f, u), sizes)
+    else:
+        pieces = None if u is None else u.split_with_sizes(sizes)
+        found: dict[int, Tensor] = {}
+        for kind in dict.fromkeys(kinds):
+            members = [i for i, other in enumerate(kinds) if other == kind]
+            u_here = None if pieces is None else torch.cat([pieces[i] for i in members]).to(phis[members[0]][0].device)
+            result = _alike([gates[i] for i in members], [phis[i] for i in members], f, u_here)
+            found.update(zip(members, _split(result, [sizes[i] for i in members]), strict=True))
+        parts = [found[i] for i in range(len(gates))]
+    return [z if len(gate.shape) == 1 else z.view(gate.shape) for gate, z in zip(gates, parts, strict=True)]
+
+
+def _split(together: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    return together.split_with_sizes(sizes) if len(sizes) > 1 else [together]
+
+
+def _alike(gates: Sequence[AbstractGate], phis: Sequence[Phi], f: Callable[..., Tensor], u: Tensor | None) -> Tensor:
+    """The flat result for gates of one kind."""
     # A tensor that is flat already is not viewed: each view is one more node for autograd to walk.
     columns = [[p if p.dim() == 1 else p.reshape(-1) for p in column] for column in zip(*phis, strict=True)]
     phi = tuple(torch.cat(column) if len(column) > 1 else column[0] for column in columns)
-    flat = f(gates[0], phi) if u is None else f(gates[0], phi, u)
-    parts = flat.split_with_sizes([gate.shape.numel() for gate in gates]) if len(gates) > 1 else [flat]
-    return [z if len(gate.shape) == 1 else z.view(gate.shape) for gate, z in zip(gates, parts, strict=True)]
+    return f(gates[0], phi) if u is None else f(gates[0], phi, u)
 
 
 # ---- hard concrete --------------------------------------------------------------------------------------------------

@@ -63,15 +63,22 @@ def freeze(ties: Ties, value: Value, reason: str, dims: Sequence[int] | None = N
             ties.freeze(atoms, reason)
 
 
+def narrow(ties: Ties, value: Value, dims: Sequence[int]) -> None:
+    """Takes labels off `dims` where they lie on others too: all that differ only there become one unit."""
+    for group in [g for g in value.labels if set(dims) & set(g) and not set(g) <= set(dims)]:
+        rest = tuple(d for d in group if d not in dims)
+        atoms = value.labels.pop(group)
+        first = atoms[tuple(slice(None) if d in rest else slice(1) for d in group)]
+        ties.tie(np.broadcast_to(first, atoms.shape), atoms)
+        value.labels[rest] = first.reshape([value.shape[d] for d in rest])
+
+
 def single(ties: Ties, value: Value, dim: int) -> Labels | None:
-    """The atoms along one dimension. A joint label is narrowed to it: all that share an index there become one unit."""
+    """The atoms along one dimension. A joint label is narrowed to it."""
     group = value.group(dim)
     if group is None:
         return None
-    if len(group) > 1:
-        atoms = np.moveaxis(value.labels.pop(group), group.index(dim), 0).reshape(value.shape[dim], -1)
-        ties.tie(np.repeat(atoms[:, 0], atoms.shape[1]), atoms)
-        value.labels[(dim,)] = atoms[:, 0]
+    narrow(ties, value, [d for d in group if d != dim])
     return value.labels[(dim,)]
 
 
@@ -85,7 +92,8 @@ def solid(ties: Ties, value: Value, dim: int) -> Labels:
 
 
 def without(ties: Ties, value: Value, dims: Sequence[int], reason: str) -> dict[Dims, Labels]:
-    """The labels that survive an operation that mixes along `dims`: those are frozen, the others carried on."""
+    """The labels that survive an operation that mixes along `dims`: what lies there alone is frozen, the others carried on."""
+    narrow(ties, value, dims)
     freeze(ties, value, reason, dims)
     return {g: a for g, a in value.labels.items() if not set(g) & set(dims)}
 

@@ -259,8 +259,8 @@ def _convolve(call: Call, x: Value, weight: Value, bias: Value | None, spatial: 
     ties = call.ties
     channel = x.ndim - spatial - 1
     into, out = (0, 1) if transposed else (1, 0)
-    lb.freeze(ties, x, f"{call.where} convolves along it", range(channel + 1, x.ndim))
     what = lb.single(ties, x, channel)
+    lb.freeze(ties, x, f"{call.where} convolves along it", range(channel + 1, x.ndim))
     if weight.source is not None:
         ties.ignored.extend(ties.atoms(weight.source, d) for d in range(2, weight.ndim))
     n_in, n_out = x.shape[channel], call.shape[channel]
@@ -552,8 +552,9 @@ def channel_shuffle(call: Call, x: Value, groups: int, *_: Any) -> Value:
     order = np.arange(c).reshape(groups, c // groups).T.ravel()
     lb.single(call.ties, x, 1)
     atoms = x.labels.get((1,))
-    if atoms is not None:  # after a removal the shuffle deals out whatever is there: as many must stay in each group
-        call.ties.balances.append(atoms.reshape(groups, -1))
+    if atoms is not None:  # after a removal the shuffle deals out whatever is there: the same places must stay in each group
+        inside = atoms.reshape(groups, -1)
+        call.ties.tie(np.broadcast_to(inside[:1], inside.shape), inside)
     return lb.take(call.ties, x, 1, order)
 
 

@@ -534,8 +534,10 @@ class Constraint(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _mismatch(self, extra: Mapping[str, Any]) -> str | None:
+    def _mismatch(self, extra: Any) -> str | None:
         """Why a state is not one of this constraint, or None."""
+        if not isinstance(extra, Mapping) or "identity" not in extra:
+            return "it is of another kind"
         for key, mine in self._identity().items():
             if extra["identity"][key] != mine:
                 return f"its `{key}` is {extra['identity'][key]!r}, here it is {mine!r}"
@@ -623,7 +625,7 @@ class _WeakMemory:
     """Remembers one object without keeping it alive; copies and unpickled ones start empty, and so check again."""
 
     def __init__(self) -> None:
-        self._ref: Callable[[], object] = lambda: None
+        self._ref: Callable[[], object] = object  # a new one each time: nothing is held
 
     def __reduce__(self) -> tuple[type[_WeakMemory], tuple[()]]:
         return _WeakMemory, ()

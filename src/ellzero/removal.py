@@ -147,12 +147,18 @@ class Closed(nn.Module):
         return out if self.bias is None else out + self.bias.reshape(-1, *[1] * n)
 
 
-def put_closed(model: nn.Module, path: str) -> None:
-    """Replaces the layer at `path`: a `Closed` for one that contracts, an identity for one that works unit by unit."""
+def put_closed(model: nn.Module, path: str, outputs: int | None = None) -> None:
+    """Replaces the layer at `path`: a `Closed` for one that contracts, an identity for one that works unit by unit.
+
+    Args:
+        model: the network, changed in place.
+        path: name of the layer.
+        outputs: how many outputs a `Closed` has; as many as the layer if `None`.
+    """
     layer = model.get_submodule(path)
     weight: Any = getattr(layer, "weight", None)
     contracts = isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    new: nn.Module = Closed(layer, weight.shape[0]) if contracts else nn.Identity()
+    new: nn.Module = Closed(layer, weight.shape[0] if outputs is None else outputs) if contracts else nn.Identity()
     new.train(layer.training)
     parent, _, key = path.rpartition(".")
     setattr(model.get_submodule(parent), key, new)

@@ -82,8 +82,8 @@ class _Bench:
         return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
 
     def survives_parts(self, axes: Sequence[int]) -> str | None:
-        """Removes the first unit of each axis, then a random half: None, or a sentence that says how it went wrong."""
-        return self.survives(self.alive(axes, first=True)) or self.survives(self.alive(axes, first=False))
+        """Removes one unit of each axis, then a random half: None, or a sentence that says how it went wrong."""
+        return self.survives(self.alive(axes, one=True), axes) or self.survives(self.alive(axes, one=False), axes)
 
     def could_vanish(self, axis: int) -> bool:
         alive = self.all()
@@ -100,14 +100,16 @@ class _Bench:
         for k in axes:
             alive[self.span(k)] = False
             trial[k] = replace(trial[k], can_vanish=True)
-        return self.survives(alive, replace(self.graph, axes=tuple(trial)))
+        return self.survives(alive, axes, replace(self.graph, axes=tuple(trial)))
 
-    def survives(self, alive: Mask, graph: Graph | None = None) -> str | None:
+    def survives(self, alive: Mask, axes: Sequence[int], graph: Graph | None = None) -> str | None:
         try:
             plan = make_plan(graph or self.graph, alive)
         except ClosedAxisError as error:
             return str(error)
-        masked = self.run(self.model, masked_weights(self.model, self.graph, alive))
+        if any(plan.units[self.span(k)].all() for k in axes):  # all came back, and nothing was tried
+            return "the groups of the convolutions on it let no part of its units go"
+        masked = self.run(self.model, masked_weights(self.model, self.graph, plan.units))
         small = copy.deepcopy(self.model)
         try:
             plan.apply(small)
@@ -125,27 +127,32 @@ class _Bench:
     def span(self, axis: int) -> slice:
         return slice(self.graph.offsets[axis], self.graph.offsets[axis] + self.graph.axes[axis].size)
 
-    def alive(self, axes: Sequence[int], first: bool) -> Mask:
+    def alive(self, axes: Sequence[int], one: bool) -> Mask:
+        """Without one unit of each axis or half of them; several where convolutions have groups, so that all lose as many."""
         random = np.random.default_rng(0)
         alive = self.all()
         for k in axes:
-            for units in self._groups(k):
-                count = 1 if first else len(units) // 2
-                order = np.arange(len(units)) if first else random.permutation(len(units))
-                alive[units[order[:count]]] = False
-                if len(units) < 2:
-                    alive[units] = True
+            cells = self._cells(k)
+            parts = int(np.gcd.reduce([len(cell) for cell in cells]))
+            taken = 0 if parts == 1 else 1 if one else parts // 2
+            for number, cell in enumerate(cells):
+                # Another place in each cell: what asks for the same place in all of them must not pass.
+                order = np.roll(cell, -number) if one else random.permutation(cell)
+                alive[order[: len(cell) // parts * taken]] = False
         return alive
 
-    def _groups(self, axis: int) -> list[Labels]:
-        """The units of an axis, group by group where a grouped convolution wants as many in each."""
+    def _cells(self, axis: int) -> list[Labels]:
+        """The units of an axis, in sets that lie in the same groups of all grouped convolutions."""
         span = self.span(axis)
-        units = np.arange(span.start, span.stop)
+        place: list[list[int]] = [[] for _ in range(self.graph.axes[axis].size)]
         for balance in self.graph.balances:
-            rows = [np.unique(row[(row >= span.start) & (row < span.stop)]) for row in balance]
-            if all(len(row) == len(rows[0]) > 0 for row in rows):
-                return rows
-        return [units]
+            for number, row in enumerate(balance):
+                for unit in np.unique(row[(row >= span.start) & (row < span.stop)]).tolist():
+                    place[unit - span.start].append(number)
+        cells: dict[tuple[int, ...], list[int]] = {}
+        for unit, numbers in enumerate(place, span.start):
+            cells.setdefault(tuple(numbers), []).append(unit)
+        return [np.array(cell) for cell in cells.values()]
 
 
 def masked_weights(model: nn.Module, graph: Graph, alive: Mask) -> dict[str, Tensor]:

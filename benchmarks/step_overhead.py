@@ -1,0 +1,186 @@
+"""What gates cost in training: the ratio gated/dense of one full Adam step at batch 100, by CPU time.
+
+    python benchmarks/step_overhead.py [--blocks 60] [--steps 40] [--json FILE]
+
+Dense and gated steps run in interleaved blocks in one process, one thread, and each ratio is the median over pairs of neighbouring blocks, with the
+quartiles beside it. "Gated" is everything a user of a constraint does: draw the gates, run, add the constraint, backward, Adam, `ascend()`.
+Peak memory is that of live tensors during a step (weights, gradients, Adam's moments, activations), counted at every operation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import platform
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ellzero as l0
+
+
+class MLP(nn.Sequential):
+    """784-300-100-10."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10))
+
+
+class LeNet5(nn.Sequential):
+    """LeNet-5-Caffe: 20-50-800-500."""
+
+    def __init__(self) -> None:
+        convolutions = [nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        super().__init__(*convolutions, nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10))
+
+
+Step = Callable[[], None]
+
+
+def dense_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compiled: bool) -> Step:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def loss_of() -> torch.Tensor:
+        return F.cross_entropy(model(x), y)
+
+    loss = torch.compile(loss_of) if compiled else loss_of
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return step
+
+
+def gated_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compiled: bool, where: Any) -> Step:
+    gated = l0.attach(model, (x,), where=where).train()
+    budget = l0.Constraint(l0.l0_norm, at_most=0.3)
+    optimizer = torch.optim.Adam(gated.param_groups(), lr=1e-3)
+    budget(gated)
+
+    def loss_of() -> torch.Tensor:
+        return F.cross_entropy(gated(x), y) + budget(gated)
+
+    loss = torch.compile(loss_of) if compiled else loss_of
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        budget.ascend()
+
+    return step
+
+
+def cpu_seconds(step: Step, steps: int) -> float:
+    start = time.process_time()
+    for _ in range(steps):
+        step()
+    return time.process_time() - start
+
+
+def ratio(dense: Step, gated: Step, blocks: int, steps: int) -> tuple[float, float, float, float]:
+    """Median and quartiles of gated/dense over interleaved blocks, and the dense step in milliseconds."""
+    for step in (dense, gated):
+        cpu_seconds(step, 20)
+    gc.collect()
+    gc.disable()
+    times = [(cpu_seconds(dense, steps), cpu_seconds(gated, steps)) for _ in range(blocks)]
+    gc.enable()
+    # Each gated block is compared with the dense blocks on both sides of it, so that a drift of the machine cancels.
+    ratios = [2 * g / (d + after) for (d, g), (after, _) in itertools.pairwise(times)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return middle, low, high, 1e3 * statistics.median(d for d, _ in times) / steps
+
+
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of all storages that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: set[int] = set()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.seen:
+            self.seen.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.drop, key, size)
+
+    def drop(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return out
+
+
+def peak_bytes(make: Callable[[], Step]) -> int:
+    step = make()
+    for _ in range(3):
+        step()
+    gc.collect()
+    with PeakMemory() as memory:
+        step()
+        memory.peak = memory.now
+        step()
+    return memory.peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=60, help="interleaved pairs of blocks")
+    parser.add_argument("--steps", type=int, default=40, help="steps in a block of the MLP (a quarter of it for LeNet-5)")
+    parser.add_argument("--json", type=Path, help="write the numbers here too")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    x, y = torch.randn(100, 1, 28, 28), torch.randint(10, (100,))
+    rows = []
+    cases = [
+        ("MLP", MLP, l0.shrinkable, False, 1.20),
+        ("MLP", MLP, l0.per_layer, False, 1.32),
+        ("MLP", MLP, l0.shrinkable, True, 1.10),
+        ("MLP", MLP, l0.per_layer, True, 1.10),
+        ("LeNet-5", LeNet5, l0.shrinkable, False, 1.03),
+        ("LeNet-5", LeNet5, l0.per_layer, False, 1.03),
+    ]
+    print(f"torch {torch.__version__}, one thread of {platform.processor() or platform.machine()}, batch 100, Adam, l0_norm constraint")
+    print(f"{'network':9} {'placement':11} {'mode':9} {'dense ms':>9} {'gated/dense':>12} {'quartiles':>14} {'goal':>6}")
+    for name, make, where, compiled, goal in cases:
+        steps = options.steps if name == "MLP" else max(1, options.steps // 4)
+        pair = dense_step(make(), x, y, compiled), gated_step(make(), x, y, compiled, where)
+        middle, low, high, ms = ratio(*pair, options.blocks, steps)
+        mode = "compiled" if compiled else "eager"
+        print(f"{name:9} {where.__name__:11} {mode:9} {ms:9.3f} {middle:12.3f} {low:6.3f} – {high:5.3f} {goal:6.2f}", flush=True)
+        rows.append({"network": name, "placement": where.__name__, "mode": mode, "dense_ms": ms, "ratio": middle, "quartiles": [low, high]})
+    dense = peak_bytes(partial(dense_step, LeNet5(), x, y, False))
+    gated = peak_bytes(partial(gated_step, LeNet5(), x, y, False, l0.per_layer))
+    print(f"peak memory of a step, LeNet-5, per_layer: {gated / dense:.3f} of dense ({dense / 2**20:.1f} MiB), goal 1.10")
+    if options.json:
+        record = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows, "memory_ratio": gated / dense}
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
