@@ -36,8 +36,8 @@ docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 bench: $(VENV)/.installed-examples  ## print the two ratios of the README: a training step, and inference
-	$(BIN)/python benchmarks/step_overhead.py
-	$(BIN)/python benchmarks/inference.py
+	$(BIN)/python benchmarks/step_overhead.py --json results/benchmarks/step_overhead.json
+	$(BIN)/python benchmarks/inference.py --json results/benchmarks/inference.json
 
 clean:  ## remove caches and build outputs
 	rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -2,9 +2,11 @@
 
     python benchmarks/step_overhead.py [--blocks 60] [--steps 40] [--json FILE]
 
-Dense and gated steps run in interleaved blocks in one process, one thread, and each ratio is the median over pairs of neighbouring blocks, with the
-quartiles beside it. "Gated" is everything a user of a constraint does: draw the gates, run, add the constraint, backward, Adam, `ascend()`.
-Peak memory is that of live tensors during a step (weights, gradients, Adam's moments, activations), counted at every operation.
+Dense and gated steps run in interleaved blocks in one process, one thread, and each ratio is the median over pairs of
+neighbouring blocks, with the quartiles beside it. "Gated" is everything a user of a constraint does: draw the gates,
+run, add the constraint, backward, Adam, `ascend()`. "Compiled" compiles the loss on both sides; Adam stays as it is.
+Peak memory is that of live tensors during a step (weights, gradients, moments, activations), counted at every
+operation.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import platform
 import statistics
 import time
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from provenance import write
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,14 +37,23 @@ class MLP(nn.Sequential):
     """784-300-100-10."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10))
+        super().__init__(
+            nn.Flatten(), nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10)
+        )
 
 
 class LeNet5(nn.Sequential):
     """LeNet-5-Caffe: 20-50-800-500."""
 
     def __init__(self) -> None:
-        convolutions = [nn.Conv2d(1, 20, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(20, 50, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        convolutions = [
+            nn.Conv2d(1, 20, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(20, 50, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
         super().__init__(*convolutions, nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10))
 
 
@@ -51,11 +62,7 @@ Step = Callable[[], None]
 
 def dense_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compiled: bool) -> Step:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-
-    def loss_of() -> torch.Tensor:
-        return F.cross_entropy(model(x), y)
-
-    loss = torch.compile(loss_of) if compiled else loss_of
+    loss = maybe_compiled(compiled, lambda: F.cross_entropy(model(x), y))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -67,14 +74,9 @@ def dense_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compiled: boo
 
 def gated_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compiled: bool, where: Any) -> Step:
     gated = l0.attach(model, (x,), where=where).train()
-    budget = l0.Constraint(l0.l0_norm, at_most=0.3)
+    budget = l0.Constraint(l0.l0_norm, at_most=0.3).bind(gated)
     optimizer = torch.optim.Adam(gated.param_groups(), lr=1e-3)
-    budget(gated)
-
-    def loss_of() -> torch.Tensor:
-        return F.cross_entropy(gated(x), y) + budget(gated)
-
-    loss = torch.compile(loss_of) if compiled else loss_of
+    loss = maybe_compiled(compiled, lambda: F.cross_entropy(gated(x), y) + budget(gated))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -83,6 +85,10 @@ def gated_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compiled: boo
         budget.ascend()
 
     return step
+
+
+def maybe_compiled(compiled: bool, loss: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    return torch.compile(loss) if compiled else loss
 
 
 def cpu_seconds(step: Step, steps: int) -> float:
@@ -150,7 +156,9 @@ def peak_bytes(make: Callable[[], Step]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=60, help="interleaved pairs of blocks")
-    parser.add_argument("--steps", type=int, default=40, help="steps in a block of the MLP (a quarter of it for LeNet-5)")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="steps in a block of the MLP (a quarter of it for LeNet-5)"
+    )
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -165,21 +173,36 @@ def main() -> None:
         ("LeNet-5", LeNet5, l0.shrinkable, False, 1.03),
         ("LeNet-5", LeNet5, l0.per_layer, False, 1.03),
     ]
-    print(f"torch {torch.__version__}, one thread of {platform.processor() or platform.machine()}, batch 100, Adam, l0_norm constraint")
-    print(f"{'network':9} {'placement':11} {'mode':9} {'dense ms':>9} {'gated/dense':>12} {'quartiles':>14} {'goal':>6}")
+    print(f"torch {torch.__version__}, one thread of {platform.machine()}, batch 100, Adam, l0_norm constraint")
+    print(
+        f"{'network':9} {'placement':11} {'mode':9} {'dense ms':>9} {'gated/dense':>12} {'quartiles':>14} {'goal':>6}"
+    )
     for name, make, where, compiled, goal in cases:
         steps = options.steps if name == "MLP" else max(1, options.steps // 4)
         pair = dense_step(make(), x, y, compiled), gated_step(make(), x, y, compiled, where)
         middle, low, high, ms = ratio(*pair, options.blocks, steps)
         mode = "compiled" if compiled else "eager"
-        print(f"{name:9} {where.__name__:11} {mode:9} {ms:9.3f} {middle:12.3f} {low:6.3f} – {high:5.3f} {goal:6.2f}", flush=True)
-        rows.append({"network": name, "placement": where.__name__, "mode": mode, "dense_ms": ms, "ratio": middle, "quartiles": [low, high]})
+        print(
+            f"{name:9} {where.__name__:11} {mode:9} {ms:9.3f} {middle:12.3f} {low:6.3f} – {high:5.3f} {goal:6.2f}",
+            flush=True,
+        )
+        rows.append(
+            {
+                "network": name,
+                "placement": where.__name__,
+                "mode": mode,
+                "dense_ms": ms,
+                "ratio": middle,
+                "quartiles": [low, high],
+            }
+        )
     dense = peak_bytes(partial(dense_step, LeNet5(), x, y, False))
     gated = peak_bytes(partial(gated_step, LeNet5(), x, y, False, l0.per_layer))
-    print(f"peak memory of a step, LeNet-5, per_layer: {gated / dense:.3f} of dense ({dense / 2**20:.1f} MiB), goal 1.10")
+    print(
+        f"peak memory of a step, LeNet-5, per_layer: {gated / dense:.3f} of dense ({dense / 2**20:.1f} MiB), goal 1.10"
+    )
     if options.json:
-        record = {"torch": torch.__version__, "python": platform.python_version(), "rows": rows, "memory_ratio": gated / dense}
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        write(options.json, "step_overhead", {"rows": rows, "peak_memory_ratio": gated / dense}, vars(options))
 
 
 if __name__ == "__main__":

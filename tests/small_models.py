@@ -1,4 +1,4 @@
-"""Networks small enough that every state of their gates can be visited, and the few handles that tests of gates share."""
+"""Networks small enough to visit every state of their gates, and the few handles that tests of gates share."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ class Residual(nn.Module):
 
 
 class SquareStream(nn.Module):
-    """A stream whose one block is a square matrix: under `per_layer` it is read by two layers with gates of their own."""
+    """A stream with one square block: under `per_layer` two layers read it, with gates of their own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Costs against exhaustive enumeration: every state of the gates of a tiny network is visited, and weighted by its probability.
+"""Costs against exhaustive enumeration: every state of a tiny network's gates, weighted by its probability.
 
-Each case says by hand what its network costs in a state. In every state that `compact` accepts that is checked against the compact network itself
-(its parameters counted, its MACs by torch's own counter); the sum over all states, weighted, is what the expected cost must be.
+Each case says by hand what its network costs in a state. In every state that `compact` accepts that is checked against
+the compact network itself (its parameters counted, its MACs by torch's own counter); the sum over all states, weighted,
+is what the expected cost must be.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,10 @@ def own_inputs(*layers: str) -> Callable[[Graph], list[Placement]]:
     """A placement in which each of the layers gates its own inputs."""
 
     def where(graph: Graph) -> list[Placement]:
-        sites = {layer: Site(f"{layer}.weight", (1,), np.arange(graph.shapes[f"{layer}.weight"][1]), "reads") for layer in layers}
+        sites = {
+            layer: Site(f"{layer}.weight", (1,), np.arange(graph.shapes[f"{layer}.weight"][1]), "reads")
+            for layer in layers
+        }
         return [Placement(layer, site.units.shape, (site,), (site,)) for layer, site in sites.items()]
 
     return where
@@ -63,7 +67,9 @@ class Case:
 
     def gated(self) -> l0.Gated:
         torch.manual_seed(1)
-        return scattered(l0.attach(self.model().double(), torch.randn(2, *self.shape, dtype=torch.float64), **self.attach))
+        return scattered(
+            l0.attach(self.model().double(), torch.randn(2, *self.shape, dtype=torch.float64), **self.attach)
+        )
 
 
 def number(t: Tensor) -> float:
@@ -93,7 +99,7 @@ def residual(o: Opens) -> Sizes:
 
 
 def square_stream(o: Opens) -> Sizes:
-    """The stream stays where either reader is open; in the square block rows are units and columns its own open inputs."""
+    """The stream stays where either reader is open; the square block keeps its open inputs as columns."""
     x, q, h = sum(o["stem"]), sum(o["square"]), sum(o["head"])
     s = any_of(o["square"], o["head"])
     macs = x * s + s * q + 2 * h
@@ -113,7 +119,7 @@ def two_readers_one_gated(o: Opens) -> Sizes:
 
 
 def flattened(o: Opens) -> Sizes:
-    """A map stays if its gate and one of its inputs' are open, an input if its own and its map's are; one convolution reads the other."""
+    """A map stays if its gate and one of its inputs' are open, an input if its own gate and its map's are."""
     a = sum(o["conv1"])
     inputs = [o["conv2"][k // 2] and o["fc"][k] for k in range(4)]
     b, i = (inputs[0] or inputs[1]) + (inputs[2] or inputs[3]), sum(inputs)
@@ -217,7 +223,9 @@ def test_gradients_of_expected_costs_are_finite_differences(case: Case) -> None:
                     log_alpha[index] = here + shift
                     values.append(number(cost(gated)))
                 log_alpha[index] = here
-            assert float(gradient[index]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-5, abs=1e-8), cost
+            assert float(gradient[index]) == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-5, abs=1e-8), (
+                cost
+            )
 
 
 def test_a_residual_stream_counts_each_unit_once_with_itself() -> None:
@@ -229,7 +237,7 @@ def test_a_residual_stream_counts_each_unit_once_with_itself() -> None:
     torch.testing.assert_close(l0.params(gated, only="square"), square + p.sum())
 
 
-# ---- vanished branches ---------------------------------------------------------------------------------------------------
+# ---- vanished branches -----------------------------------------------------------------------------------------------
 
 
 def test_a_vanished_branch_costs_the_bias_that_it_leaves() -> None:
@@ -243,7 +251,7 @@ def test_a_vanished_branch_costs_the_bias_that_it_leaves() -> None:
 
 
 def test_kept_cost_of_what_cannot_be_closed_counts_the_unit_that_stays() -> None:
-    """`compact` refuses an axis that is closed as a whole; a kept cost must go on, since training has to be able to pass there."""
+    """`compact` refuses an axis that is closed as a whole; a kept cost must not, since training may pass there."""
     gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
     set_gates(gated, [False] * 3)
     with pytest.raises(l0.ClosedAxisError, match="`0`"):
@@ -252,7 +260,7 @@ def test_kept_cost_of_what_cannot_be_closed_counts_the_unit_that_stays() -> None
     assert number(l0.params(gated)) == pytest.approx(2, abs=0.1)  # in expectation it is not counted
 
 
-# ---- the papers' norms ---------------------------------------------------------------------------------------------------
+# ---- the papers' norms -----------------------------------------------------------------------------------------------
 
 
 def test_l0_norm_is_equation_16() -> None:
@@ -294,7 +302,11 @@ def test_l2_norm_can_leave_the_gates_alone() -> None:
 def test_l0_norm_is_the_mean_number_of_weights_that_are_not_zero(case: Case) -> None:
     """Where the gates count what they multiply, the folded network shows it: by enumeration."""
     gated = case.gated()
-    norm, squares, counted = number(l0.l0_norm(gated)), number(l0.l2_norm(gated)), {s.tensor for p in gated.placements for s in p.counts}
+    norm, squares, counted = (
+        number(l0.l0_norm(gated)),
+        number(l0.l2_norm(gated)),
+        {s.tensor for p in gated.placements for s in p.counts},
+    )
     mean, mean_square = 0.0, 0.0
     for state, weight in list(every_state(gated)):
         set_gates(gated, state)
@@ -302,7 +314,7 @@ def test_l0_norm_is_the_mean_number_of_weights_that_are_not_zero(case: Case) -> 
         entries = sum(int(folded[t].count_nonzero()) for t in counted)
         assert number(l0.l0_norm(gated, kept=True)) == entries
         mean += weight * entries
-        mean_square += weight * sum(float(folded[t].square().sum()) for t in counted)
+        mean_square += weight * sum(number(folded[t].square().sum()) for t in counted)
     assert norm == pytest.approx(mean, rel=1e-12)
     assert squares == pytest.approx(mean_square, rel=1e-12)
 
@@ -312,7 +324,10 @@ def rows_and_inputs(graph: Graph) -> list[Placement]:
     shape = graph.shapes["2.weight"]
     columns = Site("2.weight", (1,), np.arange(shape[1]), "reads")
     entries = Site("2.weight", (0, 1), np.arange(shape[0] * shape[1]).reshape(shape), "reads")
-    return [Placement("inputs", (shape[1],), (columns,), (columns,)), Placement("entries", shape, (entries,), (entries,))]
+    return [
+        Placement("inputs", (shape[1],), (columns,), (columns,)),
+        Placement("entries", shape, (entries,), (entries,)),
+    ]
 
 
 def test_a_weight_under_two_gates_is_there_with_the_product() -> None:
@@ -337,7 +352,7 @@ def test_a_tied_weight_counts_once() -> None:
     assert l0.dense(l0.macs, gated) == 3 * 4 + 2 * 4 * 2  # used twice
 
 
-# ---- parts ----------------------------------------------------------------------------------------------------------------
+# ---- parts -----------------------------------------------------------------------------------------------------------
 
 
 def test_parts_add_up() -> None:
@@ -352,7 +367,9 @@ def test_parts_add_up() -> None:
         whole = number(l0.l0_norm(gated, kept=kept))
         assert sum(number(l0.l0_norm(gated, kept=kept, only=name)) for name in names) == pytest.approx(whole, rel=1e-6)
     assert l0.breakdown(l0.params, gated, only="[37]").keys() == {"3", "7"}
-    assert number(l0.params(gated, only="9")) == pytest.approx(10 * number(gated.gates["9"].prob_open().sum()) + 10, rel=1e-6)
+    assert number(l0.params(gated, only="9")) == pytest.approx(
+        10 * number(gated.gates["9"].prob_open().sum()) + 10, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("cost", [*COSTS, l0.l0_norm, l0.l2_norm])
@@ -398,7 +415,7 @@ def test_assuming_refuses_other_shapes(opens: Tensor) -> None:
         pass
 
 
-# ---- range and refusals ---------------------------------------------------------------------------------------------------
+# ---- range and refusals ----------------------------------------------------------------------------------------------
 
 
 def test_an_expected_density_of_a_thousandth_is_within_reach() -> None:
@@ -416,14 +433,24 @@ def test_an_expected_density_of_a_thousandth_is_within_reach() -> None:
 @pytest.mark.parametrize("what", [None, "gated", nn.Linear(2, 2)])
 @pytest.mark.parametrize("cost", [*COSTS, l0.l0_norm, l0.l2_norm])
 def test_a_cost_of_something_else_is_refused(cost: Any, what: Any) -> None:
-    for call in (lambda: cost(what), lambda: cost(what, kept=True), lambda: l0.dense(cost, what), lambda: l0.breakdown(cost, what), lambda: l0.floor(cost, what)):
+    for call in (
+        lambda: cost(what),
+        lambda: cost(what, kept=True),
+        lambda: l0.dense(cost, what),
+        lambda: l0.breakdown(cost, what),
+        lambda: l0.floor(cost, what),
+    ):
         with pytest.raises(TypeError, match=f"`gated` must be what `attach` returned, got {type(what).__name__}"):
             call()
 
 
 def test_macs_of_axes_by_hand_are_refused() -> None:
     model = mlp(2, 3, 2)
-    sites = (Site("0.weight", (0,), np.arange(3), "writes"), Site("0.bias", (0,), np.arange(3), "rides"), Site("2.weight", (1,), np.arange(3), "reads"))
+    sites = (
+        Site("0.weight", (0,), np.arange(3), "writes"),
+        Site("0.bias", (0,), np.arange(3), "rides"),
+        Site("2.weight", (1,), np.arange(3), "reads"),
+    )
     gated = l0.attach(model, torch.zeros(2, 2), axes=[l0.Axis("hidden", 3, sites)])
     assert l0.dense(l0.params, gated) == 17
     set_gates(gated, [True, False, True])

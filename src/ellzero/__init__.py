@@ -1,4 +1,6 @@
-"""Learn sparse neural networks: gates on any `nn.Module`, trained under an L0 penalty or a constraint, and a smaller plain network out of it."""
+"""Learn sparse neural networks: gates on any `nn.Module`, trained under an L0 penalty or a constraint, and a smaller
+plain network out of it.
+"""
 
 from ellzero.axes import Axis, Graph, Site
 from ellzero.compact import CompactionError, compact, finalize, fold
@@ -6,9 +8,19 @@ from ellzero.costs import breakdown, dense, floor, l0_norm, l2_norm, macs, param
 from ellzero.distributions import BinaryConcrete, HardConcrete, Logistic, Rectified
 from ellzero.gated import Gated, attach
 from ellzero.gates import AbstractGate, HardConcreteGate, Median, NoExpectation, Noiseless, RectifiedGate
-from ellzero.objectives import *
+from ellzero.objectives import (
+    Constraint,
+    ExtrapolationFromPast,
+    GradientAscent,
+    LinearWarmup,
+    NuPI,
+    Penalty,
+    extra_gradient_step,
+)
 from ellzero.placements import Placement, per_layer, shrinkable, weights
 from ellzero.removal import ClosedAxisError, Plan
+from ellzero.report import Report, report
+from ellzero.saving import load, save
 from ellzero.trace import TraceError, trace
 
 __version__ = "0.1.0"

@@ -1,9 +1,9 @@
 """What shrinks together: sites, axes, and the one algorithm that finds them.
 
-Every entry of every parameter and buffer dimension starts as an *atom*. Operations tie atoms ("this weight's second dimension
-reads what that one's first dimension writes"), and a class of tied atoms is a *unit*: something that can only be removed as
-a whole. Units that live at the same places form an `Axis`, and each place is a `Site`. This file holds the plain data and
-the algorithm; it does not know what an operation, a layer or a gate is.
+Every entry of every parameter and buffer dimension starts as an *atom*. Operations tie atoms ("this weight's second
+dimension reads what that one's first dimension writes"), and a class of tied atoms is a *unit*: something that can
+only be removed as a whole. Units that live at the same places form an `Axis`, and each place is a `Site`. This file
+holds the plain data and the algorithm; it does not know what an operation, a layer or a gate is.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Site:
 
     Args:
         tensor: name of the parameter or buffer, as in the model's state dict.
-        dims: the dimensions that `units` is indexed by: one, or two for the weight of a grouped convolution, where which
-            unit a column reads depends on the row.
+        dims: the dimensions that `units` is indexed by: one, or two for the weight of a grouped convolution, where
+            which unit a column reads depends on the row.
         units: `units[i]` is the unit at index `i` of `dims`, or -1 where the entry belongs to another axis.
-        role: `"reads"` for a contracting dimension, where a gate multiplies; `"writes"` for one that produces the units;
-            `"rides"` for what lies on the axis unit by unit (bias, norm, depthwise kernel), which is sliced and never multiplied.
+        role: `"reads"` for a contracting dimension, where a gate multiplies; `"writes"` for one that produces the
+            units; `"rides"` for what lies on the axis unit by unit (bias, norm, depthwise kernel), which is sliced
+            and never multiplied.
     """
 
     tensor: str
@@ -73,8 +74,9 @@ class Axis:
 class Product:
     """One multiplication of the traced forward, for counting MACs per example.
 
-    With a `tensor`, it costs `factor` MACs for each entry of that weight; without one (activation times activation) `factor` times
-    the sizes of `left` and `right`, whose entries are unit numbers of the graph, or -1 for what cannot shrink.
+    With a `tensor`, it costs `factor` MACs for each entry of that weight; without one (activation times activation)
+    `factor` times the sizes of `left` and `right`, whose entries are unit numbers of the graph, or -1 for what cannot
+    shrink.
     """
 
     name: str
@@ -102,12 +104,12 @@ class Graph:
         axes: every axis, frozen ones included.
         shapes: shape of every parameter and buffer.
         products: the multiplications, for MACs; `None` if the axes were given by hand and nothing was traced.
-        balances: for each grouped convolution and side, unit numbers of shape (groups, channels per group): as many channels must be kept
-            in each group.
+        balances: for each grouped convolution and side, unit numbers of shape (groups, channels per group): as many
+            channels must be kept in each group.
         steps: the forward as a graph, to ask whether a path remains when an axis is fully closed.
         unreached: parameters and buffers that the example input does not reach. They are kept as they are.
-        in_own_module: weights that are only ever used by the forward of the layer that owns them, so that the layer can be given
-            fewer inputs, or be replaced.
+        in_own_module: weights that are only ever used by the forward of the layer that owns them, so that the layer
+            can be given fewer inputs, or be replaced.
         parameters: names of the tensors that are parameters, not buffers.
         two_faced: parameters that one operation reads with and another writes with, which no gate may multiply.
     """
@@ -198,7 +200,9 @@ class Ties:
         self.roles[role].append(atoms.ravel())
 
     def table(self, tensor: str, dims: tuple[int, ...], atoms: Labels, role: Role) -> None:
-        """A site that is an index map over several dimensions. Used again (a shared module, a second trace), it reads the same units."""
+        """A site that is an index map over several dimensions. Used again (a shared module, a second trace), it reads
+        the same units.
+        """
         if (tensor, dims, role) in self.tables:
             self.tie(self.tables[tensor, dims, role], atoms)
         self.tables.setdefault((tensor, dims, role), atoms)
@@ -240,8 +244,9 @@ def classes(count: int, pairs: Sequence[tuple[Labels, Labels]]) -> Labels:
 def unify(ties: Ties, names: dict[str, str]) -> Graph:
     """Turns what was said about atoms into units and axes.
 
-    Units with the same signature (the tensors' dimensions they lie on, and how often on each) form one axis. One frozen unit freezes its whole axis:
-    whatever looks at a unit by position would look at another one after a removal.
+    Units with the same signature (the tensors' dimensions they lie on, and how often on each) form one axis. One
+    frozen unit freezes its whole axis: whatever looks at a unit by position would look at another one after a
+    removal.
 
     Args:
         ties: what the operations said.
@@ -283,7 +288,8 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
         local[roots] = np.arange(len(roots))
         unit[roots] = np.arange(total, total + len(roots))
         total += len(roots)
-        sites, reason = [], next((frozen[r] for r in roots if r in frozen), None)
+        sites: list[Site] = []
+        why: str | None = next((frozen[r] for r in roots if r in frozen), None)
         for number in dict.fromkeys(signature):
             if number >= len(keys):
                 (tensor, dims, role), atoms = tables[number - len(keys)]
@@ -294,11 +300,11 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
             here = atoms[local[root[atoms]] >= 0]
             if reads[here].any() and (writes[here] | rides[here]).any():
                 two_faced.add(key[0])
-                reason = reason or f"`{key[0]}` both reads and writes it"
+                why = why or f"`{key[0]}` both reads and writes it"
             role = "reads" if reads[here].any() else "writes" if writes[here].any() else "rides"
             sites.append(Site(key[0], (key[1],), np.where(ignored[atoms], -1, local[root[atoms]]), role))
-        if reason is None and not any(s.role == "reads" for s in sites):
-            reason = "no weight reads it, so no gate could close it"
+        if why is None and not any(s.role == "reads" for s in sites):
+            why = "no weight reads it, so no gate could close it"
         first = next((s for s in sites if s.role == "writes"), sites[0])
         name = names.get(first.tensor) or first.tensor
         if all(s.role == "reads" for s in sites):
@@ -309,7 +315,7 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
                 name if used[name] == 1 else f"{name}#{used[name]}",
                 len(roots),
                 tuple(sites),
-                reason,
+                why,
                 any(r in streams for r in roots),
             )
         )
@@ -321,7 +327,7 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
         axes=tuple(axes),
         shapes=dict(ties.shapes),
         products=tuple(Product(n, f, t, numbered(a), numbered(b)) for n, f, t, a, b in ties.products),
-        balances=tuple({b.tobytes(): b for b in (unit[root[atoms]] for atoms in ties.balances)}.values()),
+        balances=tuple({(b.shape, b.tobytes()): b for b in (unit[root[atoms]] for atoms in ties.balances)}.values()),
         steps=tuple(ties.steps),
         unreached=tuple(t for t in ties.shapes if t not in ties.reached),
         in_own_module=frozenset(t for t, own in ties.in_own_module.items() if own),

@@ -1,10 +1,11 @@
-"""How many entries are left: parameters and MACs of the network that removal would give, as functions of which units are alive.
+"""How many entries are left: parameters and MACs of the network that removal would give, by which units are alive.
 
-The entries of a weight are counted by a product of two sums, one over each of its labelled dimensions: Σ_o a_o · Σ_i a_i. In expectation over independent
-units that is E[n_out]·E[n_in]. Where the same units lie on both dimensions (residual streams) a unit is not independent of itself, nor of an input that reads it:
-an open input u of a weight means that the unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is added, with u = m for the unit itself.
-The *population* is every unit that a gate can close, and every input of a weight that gets a `Select`.
-This file counts; it does not know gates, only whether (or how probably) something is alive.
+The entries of a weight are counted by a product of two sums, one over each of its labelled dimensions:
+Σ_o a_o · Σ_i a_i. In expectation over independent units that is E[n_out]·E[n_in]. Where the same units lie on both
+dimensions (residual streams) a unit is not independent of itself, nor of an input that reads it: an open input u means
+that its unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is added, with u = m for the unit itself. The *population* is every
+unit that a gate can close, and every input of a weight that gets a `Select`. This file counts; it does not know gates,
+only whether (or how probably) something is alive.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Vector = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Census:
-    """Σ_t scale_t · X[left_t] · X[right_t] over terms t, with X = constant + matrix · S and S the population summed by segment.
+    """Σ_t scale_t · X[left_t] · X[right_t] over terms t, with X = constant + matrix · S.
 
-    A segment is a set of members of the population that count alike everywhere.
+    S is the population summed by segment; a segment is a set of members of the population that count alike everywhere.
 
     Args:
         names: the module that each term belongs to.
@@ -78,7 +79,10 @@ class Census:
         """The arrays as tensors, for `expected`."""
         vectors = ("scale", "left", "right", "constant", "matrix", "segment", "whole", "part", "twice", "sort", "units")
         arrays = {k: getattr(self, k) for k in vectors}
-        return {k: torch.as_tensor(a, device=device, dtype=dtype if a.dtype == np.float64 else None) for k, a in arrays.items()}
+        return {
+            k: torch.as_tensor(a, device=device, dtype=dtype if a.dtype == np.float64 else None)
+            for k, a in arrays.items()
+        }
 
     def expected(self, units: Tensor, inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
         """What each term costs in expectation.
@@ -94,14 +98,15 @@ class Census:
         terms = tables["scale"] * x[tables["left"]] * x[tables["right"]]
         if len(tables["part"]):
             more = alive[tables["part"]] * (1 - alive[tables["whole"]])
-            terms = terms + tables["twice"] @ more.new_zeros(tables["twice"].shape[1]).index_add(0, tables["sort"], more)
+            sums = more.new_zeros(tables["twice"].shape[1]).index_add(0, tables["sort"], more)
+            terms = terms + tables["twice"] @ sums
         return terms
 
 
 class _Builder:
     def __init__(self, graph: Graph, live: Liveness) -> None:
         self.graph = graph
-        gated = (live.common < live.one).any(1)
+        gated = np.asarray((live.common < live.one).any(1))
         gated[live.several] = True
         self.units = np.flatnonzero(gated)
         self.member = np.full(graph.offsets[-1] + 1, -1)  # the last entry: unit -1
@@ -118,7 +123,7 @@ class _Builder:
 
     def row(self, members: Labels, constant: int) -> int:
         """The number of the row that counts these members of the population (-1: always there), and `constant` more."""
-        vector = np.bincount(members[members >= 0], minlength=self.size + 1).astype(np.int32)
+        vector = np.bincount(members[members >= 0], minlength=self.size + 1)
         vector[self.size] = constant + (members < 0).sum()
         if vector.tobytes() not in self.rows:
             self.rows[vector.tobytes()] = len(self.rows)
@@ -135,7 +140,9 @@ class _Builder:
             groups, which = np.unique(table, axis=0, return_inverse=True)
             for k, inside in enumerate(groups):
                 here = np.flatnonzero(which.reshape(-1) == k)
-                self.terms.append((name, factor * rest, self.row(self.member[lines[here]], 0), self.row(self.member[inside], 0)))
+                self.terms.append(
+                    (name, factor * rest, self.row(self.member[lines[here]], 0), self.row(self.member[inside], 0))
+                )
             return
         dims = [(d, units) for (d,), units in sites.items()]
         rows = []
@@ -156,7 +163,7 @@ class _Builder:
         self.terms.append((name, factor, rows[0], rows[1]))
 
     def pairs(self) -> Labels:
-        """Members (m, u) of the population such that u is alive only if m is: a unit and itself, a unit and an input that reads it."""
+        """Members (m, u) such that u is alive only if m is: a unit and itself, a unit and an input that reads it."""
         own = np.arange(len(self.units))
         whole, part = [own], [own]
         for tensor, start in self.inputs.items():
@@ -168,27 +175,27 @@ class _Builder:
     def build(self) -> Census:
         matrix = np.stack(self.vectors)
         columns, segment = np.unique(matrix[:, : self.size], axis=1, return_inverse=True)
-        names, scale, left, right = ([t[k] for t in self.terms] for k in range(4))
-        scales = np.array(scale, dtype=np.float64)
         counts, segment = columns.astype(np.float64), segment.reshape(-1)
+        scale = np.array([t[1] for t in self.terms], dtype=np.float64)
+        left, right = (np.array([t[k] for t in self.terms], dtype=np.int64) for k in (2, 3))
         pairs = self.pairs()
-        sorts, sort = np.unique(segment[pairs], axis=1, return_inverse=True)
-        m, u = sorts
-        met = counts[left][:, m] * counts[right][:, u] + np.where(m == u, 0, counts[left][:, u] * counts[right][:, m])
-        meet = met.any(0)
-        here = meet[sort.reshape(-1)]
+        (m, u), sort = np.unique(segment[pairs], axis=1, return_inverse=True)
+        met = counts[left][:, m] * counts[right][:, u]
+        met = met + np.where(m == u, 0, counts[left][:, u] * counts[right][:, m])
+        meets, sort = np.asarray(met.any(0)), sort.reshape(-1)
+        here = meets[sort]
         return Census(
-            tuple(names),
-            scales,
-            np.array(left, dtype=np.int64),
-            np.array(right, dtype=np.int64),
+            tuple(t[0] for t in self.terms),
+            scale,
+            left,
+            right,
             matrix[:, self.size].astype(np.float64),
             counts,
             segment,
             pairs[0, here],
             pairs[1, here],
-            scales[:, None] * met[:, meet],
-            (np.cumsum(meet) - 1)[sort.reshape(-1)[here]],
+            scale[:, None] * met[:, meets],
+            (np.cumsum(meets) - 1)[sort[here]],
             self.units,
             tuple((t, self.graph.reading[t][0], self.graph.shapes[t][self.graph.reading[t][0]]) for t in self.inputs),
         )

@@ -1,8 +1,8 @@
 """The way out: a plain network that computes what the gated one does in evaluation, smaller.
 
-`fold` multiplies the test-time gates into the weights and keeps shapes and zeros; `compact` then takes out every unit that is closed, and proves on the
-example input that nothing changed; `finalize` closes units until the kept cost is within a target. How units are taken out of tensors and
-modules is in `removal.py`.
+`fold` multiplies the test-time gates into the weights and keeps shapes and zeros; `compact` then takes out every unit
+that is closed, and proves on the example input that nothing changed; `finalize` closes units until the kept cost is
+within a target. How units are taken out of tensors and modules is in `removal.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero import gates as gt
 from ellzero.costs import Cost, dense, floor, params
 from ellzero.gated import Gated
 from ellzero.removal import Plan
+from ellzero.trace import Inputs, run
 from ellzero.trial import agree
 
 TOLERANCE = 1e-12  # of the largest output, in float64
@@ -30,7 +30,8 @@ class CompactionError(RuntimeError):
 
 
 def fold(gated: Gated) -> nn.Module:
-    """A plain copy of the model with the test-time gates multiplied into its weights: the same function as `gated.eval()`, the same shapes.
+    """A plain copy of the model with the test-time gates multiplied into its weights: the same function as
+    `gated.eval()`, the same shapes.
 
     Args:
         gated: the network.
@@ -46,8 +47,9 @@ def fold(gated: Gated) -> nn.Module:
 def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
     """A plain network of the model's own class with the closed units taken out; in evaluation the same function.
 
-    The test-time gates are multiplied into the weights first, then every parameter and buffer loses the entries of closed units. A layer that reads
-    single entries of something that cannot shrink gets a `Select`; layers of a residual branch that is closed as a whole are taken out.
+    The test-time gates are multiplied into the weights first, then every parameter and buffer loses the entries of
+    closed units. A layer that reads single entries of something that cannot shrink gets a `Select`; layers of a
+    residual branch that is closed as a whole are taken out.
 
     Args:
         gated: the network; it is left as it is.
@@ -106,7 +108,7 @@ def _prove(gated: Gated, plan: Plan) -> None:
     """Compares masked and removed on the example input, in float64 so that rounding hides nothing."""
     model = copy.deepcopy(gated.model).double().eval()
     home = gated.tables["ends"].device
-    args, kwargs = tree_map(lambda leaf: _double(leaf, home), gated.example_inputs)
+    inputs: Inputs = tree_map(lambda leaf: _double(leaf, home), gated.example_inputs)
     z = [v.double() for v in _test_gates(gated)]
     weights = gated.gated_weights(z, model)
     small = _folded(gated, model)
@@ -114,12 +116,11 @@ def _prove(gated: Gated, plan: Plan) -> None:
     for name, weight in weights.items():
         members[name].copy_(weight)
     plan.apply(small)
-    expected = _tensors(functional_call(model, weights, args, kwargs))
-    got = _tensors(small(*args, **kwargs))
+    expected = _tensors(run(model, inputs, weights))
+    got = _tensors(run(small, inputs))
     if not agree(expected, got, TOLERANCE):
-        raise CompactionError(
-            f"the compact network's output differs from the gated one's on the example input; first at {_first_difference(model, weights, small, plan, args, kwargs)}"
-        )
+        layer = _first_difference(model, weights, small, plan, inputs)
+        raise CompactionError(f"the compact network differs from the gated one on the example input, first at {layer}")
 
 
 def _double(leaf: Any, device: torch.device) -> Any:
@@ -133,7 +134,7 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 def _first_difference(
-    model: nn.Module, weights: dict[str, Tensor], small: nn.Module, plan: Plan, args: Any, kwargs: Any
+    model: nn.Module, weights: dict[str, Tensor], small: nn.Module, plan: Plan, inputs: Inputs
 ) -> str:
     """The first layer, in the order they run, whose surviving outputs differ."""
     seen: list[dict[str, Tensor]] = [{}, {}]
@@ -147,8 +148,8 @@ def _first_difference(
                         seen[which].setdefault(path, out)
 
                 hooks.append(module.register_forward_hook(note))
-    functional_call(model, weights, args, kwargs)
-    small(*args, **kwargs)
+    run(model, inputs, weights)
+    run(small, inputs)
     for hook in hooks:
         hook.remove()
     for path, ours in seen[1].items():
@@ -165,7 +166,8 @@ def _first_difference(
 def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params) -> None:
     """Closes units until the *kept* cost is within the target: control becomes a guarantee.
 
-    Those go first that save most cost for the least evidence, a unit weighing more the fewer are left in its set, and never the last one of a set. The gates are changed in place; weights are not.
+    Those go first that save most cost for the least evidence, a unit weighing more the fewer are left in its set, and
+    never the last one of a set. The gates are changed in place; weights are not.
 
     Args:
         gated: the network.
@@ -177,7 +179,7 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
     """
     _check(gated)
     targets = dict(at_most) if isinstance(at_most, Mapping) else {None: at_most}
-    for only, fraction in targets.items():
+    for fraction in targets.values():
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise ValueError(f"`at_most` is a fraction of the dense cost in (0, 1], got {fraction!r}")
     opens = gated.opens()
@@ -208,18 +210,20 @@ def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fra
         counts = torch.bincount(member[opens], minlength=len(sizes))
         may = opens & (saving > 0) & (counts[member] > 1)
         if not bool(may.any()):
-            least, layers = floor(cost, gated, only, kept=True)
+            _, layers = floor(cost, gated, only, kept=True)
             raise ValueError(
-                f"`at_most` is {fraction:g} of the dense cost, but closing all but the last units leaves {current / dense(cost, gated, only):.4g}"
-                + (f" (layers {', '.join(layers[:5])})" if layers else "")
+                f"`at_most` must be at least {fraction * current / target:.4g} of the dense cost, what is left with all but "
+                f"the last units closed, got {fraction:g}" + (f"; it is in {', '.join(layers[:5])}" if layers else "")
             )
         fits = may & (saving <= current - target)  # near the end, smaller units instead of one that overshoots
         may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
-        # A unit weighs more the fewer are left beside it, as the first step of log(n): no layer is used up before the others.
+        # A unit weighs more the fewer are left beside it, as the first step of log(n): no layer is used up before the
+        # others.
         weight = evidence * (sizes / counts.clamp(min=1))[member]
         score = torch.where(may, weight / saving.clamp(min=1e-30), torch.inf)
         order = torch.argsort(score, stable=True)[: int(may.sum())]
-        # Half of the way at once, then savings are worked out anew; in the end one by one, so that nothing is closed for nothing.
+        # Half of the way at once, then savings are worked out anew; in the end one by one, so that nothing is closed
+        # for nothing.
         many = max(1, int((torch.cumsum(saving[order], 0) <= 0.5 * (current - target)).sum()))
         opens[order[:many]] = False
         emptied = torch.bincount(member[opens], minlength=len(sizes)) == 0
@@ -231,7 +235,9 @@ def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fra
 
 
 def _refilled(gated: Gated, *, closed: Tensor, opens: Tensor, cost: Cost, only: str | None, target: float) -> Tensor:
-    """Opens again what still fits: the last unit to be closed may have been a large one, and a budget that is not used is error for nothing."""
+    """Opens again what still fits: the last unit to be closed may have been a large one, and a budget that is not
+    used is error for nothing.
+    """
     evidence = gated.evidence()
     current = _kept(gated, opens, cost, only)
     while bool(closed.any()):
@@ -251,7 +257,9 @@ def _refilled(gated: Gated, *, closed: Tensor, opens: Tensor, cost: Cost, only: 
 
 
 def _savings(gated: Gated, opens: Tensor, cost: Cost, only: str | None) -> Tensor:
-    """What closing each gate alone saves: costs are linear in each gate, so the gradient at the present state is the difference."""
+    """What closing each gate alone saves: costs are linear in each gate, so the gradient at the present state is the
+    difference.
+    """
     with torch.enable_grad():
         p = opens.to(gated.tables["ends"].dtype).requires_grad_()
         with gated.assuming(p):

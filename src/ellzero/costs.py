@@ -1,8 +1,9 @@
 """What a network costs: pure functions `Gated -> scalar`, in expectation over the gates or as kept now.
 
-`l0_norm` and `l2_norm` are the papers' sums over gates; `params`, `macs` and `units` are of the network that `compact` would give. All of them take `kept=True` for the
-cost with the test-time gates (P(z ≠ 0) and "test-time gate > 0" are different things), and `only="pattern"` for a part. They ask a `Gated` what is
-open and never how a gate works. A cost of your own is a function with the same signature.
+`l0_norm` and `l2_norm` are the papers' sums over gates; `params`, `macs` and `units` are of the network that
+`compact` would give. All of them take `kept=True` for the cost with the test-time gates (P(z ≠ 0) and "test-time gate
+> 0" are different things), and `only="pattern"` for a part. They ask a `Gated` what is open and never how a gate
+works. A cost of your own is a function with the same signature.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Cost(Protocol):
 def l0_norm(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
     """The number of non-zero weights among those that gates count.
 
-    E‖θ‖₀ = Σ_g |g| · P(z_g ≠ 0) (Louizos et al., eqs. 12 and 16). A weight that several gates count is there with the product of their
-    probabilities; under `per_layer` each weight counts under its own layer's gate alone.
+    E‖θ‖₀ = Σ_g |g| · P(z_g ≠ 0) (Louizos et al., eqs. 12 and 16). A weight that several gates count is there with the
+    product of their probabilities; under `per_layer` each weight counts under its own layer's gate alone.
 
     Args:
         gated: the network.
@@ -55,8 +56,8 @@ def l0_norm(gated: Gated, *, kept: bool = False, only: str | None = None) -> Ten
 def l2_norm(gated: Gated, *, kept: bool = False, only: str | None = None, detach_gates: bool = False) -> Tensor:
     """The squared norm of the weights that gates count, each as likely there as its gates are open.
 
-    E‖θ̂‖₂² = Σ_g P(z_g ≠ 0) Σ_j θ̃_j² (Louizos et al., eqs. 14, 15 and 17). Where it acts, the optimizer's own weight decay must be 0
-    (`Gated.param_groups(counted_weight_decay=0)`).
+    E‖θ̂‖₂² = Σ_g P(z_g ≠ 0) Σ_j θ̃_j² (Louizos et al., eqs. 14, 15 and 17). Where it acts, the optimizer's own weight
+    decay must be 0 (`Gated.param_groups(counted_weight_decay=0)`).
 
     Args:
         gated: the network.
@@ -79,10 +80,12 @@ def l2_norm(gated: Gated, *, kept: bool = False, only: str | None = None, detach
 def params(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
     """The parameters of the network that `compact` would give.
 
-    For a weight E[n_out]·E[n_in], units alive as in `ellzero.liveness`: a unit with several readers is alive if any is open, an input under a map's gate and
-    its own if both are. `Select` costs nothing. In expectation, the channels that come back to make the groups of a grouped convolution equal
-    are not counted, nor is the one unit that stays where a closed axis cannot be taken out; an unstructured gate counts as removing an input
-    only if all gates of its column are closed, rows and columns taken as independent. `kept=True` is exact: it is the size of what `compact` returns.
+    For a weight E[n_out]·E[n_in], units alive as in `ellzero.liveness`: a unit with several readers is alive if any
+    is open, an input under a map's gate and its own if both are. `Select` costs nothing. In expectation, the channels
+    that come back to make the groups of a grouped convolution equal are not counted, nor is the one unit that stays
+    where a closed axis cannot be taken out; an unstructured gate counts as removing an input only if all gates of its
+    column are closed, rows and columns taken as independent; so are two units of one weight that a placement of your
+    own puts under one gate. `kept=True` is exact: it is the size of what `compact` returns.
 
     Args:
         gated: the network.
@@ -93,9 +96,11 @@ def params(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tens
 
 
 def macs(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
-    """The multiply-accumulates for one example in the network that `compact` would give, with the conventions of `params`.
+    """The multiply-accumulates for one example in the network that `compact` would give, with the conventions of
+    `params`.
 
-    Counted are linear layers, convolutions and matrix products (attention included), at the example input's size. The papers' FLOPs are two per MAC.
+    Counted are linear layers, convolutions and matrix products (attention included), at the example input's size. The
+    papers' FLOPs are two per MAC.
 
     Args:
         gated: the network.
@@ -127,7 +132,9 @@ def dense(cost: Cost, gated: Gated, only: str | None = None) -> float:
 
 
 def floor(cost: Cost, gated: Gated, only: str | None = None, *, kept: bool = False) -> tuple[float, list[str]]:
-    """The least that the gates can reach, every one of them closed, and the layers that make it, most expensive first."""
+    """The least that the gates can reach, every one of them closed, and the layers that make it, most expensive
+    first.
+    """
     _check(gated)
     with torch.no_grad(), gated.assuming(torch.zeros(gated.liveness.size)):
         least = float(_call(cost, gated, kept, only))
@@ -138,7 +145,7 @@ def floor(cost: Cost, gated: Gated, only: str | None = None, *, kept: bool = Fal
 def breakdown(cost: Cost, gated: Gated, *, kept: bool = False, only: str | None = None) -> dict[str, float]:
     """What each layer (for `params`, `macs`) or axis (for `units`) costs; empty for a cost that has no such parts."""
     _check(gated)
-    which = {params: "params", macs: "macs", units: "units"}.get(cost)  # type: ignore[call-overload]
+    which = {params: "params", macs: "macs", units: "units"}.get(cost)
     if which is None:
         return {}
     with torch.no_grad():
@@ -159,7 +166,9 @@ def _check(gated: Any) -> None:
 
 
 def _call(cost: Cost, gated: Gated, kept: bool, only: str | None) -> Tensor:
-    """Calls a cost with the arguments that are not at their defaults, so that a plain function of a `Gated` will do where no more is asked."""
+    """Calls a cost with the arguments that are not at their defaults, so that a plain function of a `Gated` will do
+    where no more is asked.
+    """
     _check(gated)
     extra: dict[str, Any] = ({"kept": True} if kept else {}) | ({"only": only} if only is not None else {})
     return cost(gated, **extra)
@@ -173,7 +182,9 @@ def _open(gated: Gated, kept: bool) -> Tensor:
 def _matches(names: Sequence[str], only: str | None, what: str) -> list[bool]:
     chosen = [only is None or fnmatchcase(name, only) for name in names]
     if not any(chosen):
-        raise ValueError(f"`only` must match the name of {what}, got {only!r}, and there are {', '.join(dict.fromkeys(names))}")
+        raise ValueError(
+            f"`only` must match the name of {what}, got {only!r}, and there are {', '.join(dict.fromkeys(names))}"
+        )
     return chosen
 
 
@@ -209,6 +220,9 @@ def _counting_sites(gated: Gated, only: str | None) -> dict[str, list[tuple[int,
 def _counted(gated: Gated, only: str | None, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     """How many weights each gate counts alone, and the tensors that several sets of gates count."""
     key = ("counted", only, dtype)
+    if key not in gated.memo and torch.compiler.is_compiling():  # which tensors are shared cannot be asked in a graph
+        none = torch.zeros(gated.liveness.size, dtype=dtype, device=gated.tables["ends"].device)
+        return none, _counting_sites(gated, only)
     if key not in gated.memo:
         counts = torch.zeros(gated.liveness.size, dtype=torch.float64)
         shared = {}
@@ -238,4 +252,16 @@ def _product(gated: Gated, tensor: str, sites: Sequence[Any], p: Tensor) -> Tens
     return out
 
 
-__all__ = ["Callable", "Cost", "breakdown", "dense", "floor", "l0_norm", "l2_norm", "macs", "params", "partial", "units"]
+__all__ = [
+    "Callable",
+    "Cost",
+    "breakdown",
+    "dense",
+    "floor",
+    "l0_norm",
+    "l2_norm",
+    "macs",
+    "params",
+    "partial",
+    "units",
+]

@@ -1,8 +1,8 @@
 """Attachment: `attach(model, example_inputs)` puts gates on a model, `Gated` runs it with them.
 
-`Gated` draws every gate once per forward, multiplies the draws into the weights that read, and runs the user's own model with these weights
-in place of its own. The model is shared, not copied: called directly it is the dense network. This file does not
-know what an open gate costs, nor how a network is made smaller.
+`Gated` draws every gate once per forward, multiplies the draws into the weights that read, and runs the user's own
+model with these weights in place of its own. The model is shared, not copied: called directly it is the dense
+network. This file does not know what an open gate costs, nor how a network is made smaller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ellzero import gates as gt
@@ -29,7 +28,7 @@ from ellzero.gates import AbstractGate, HardConcreteGate
 from ellzero.liveness import liveness
 from ellzero.placements import Placement, Where, shrinkable
 from ellzero.removal import Plan, make_plan
-from ellzero.trace import as_inputs, canonical_names, trace
+from ellzero.trace import as_inputs, places, run, trace
 from ellzero.trial import proven
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
@@ -50,9 +49,11 @@ def attach(
     Args:
         model: any module. It is shared with the result and left as it is: parameters, keys, hooks, mode.
         example_inputs: a tuple of what the model is called with (or one tensor, or a dict of keyword arguments).
-        gate: what makes the gates of one placement from their shape, e.g. `partial(l0.HardConcreteGate, drop_rate=0.3)`; or several by the
-            pattern (as in `fnmatch`) of the placement's name, the first that matches counting.
-        where: which gates there are: `l0.shrinkable`, `l0.per_layer`, `l0.weights("pattern")`, or any function of the graph.
+        gate: what makes the gates of one placement from their shape, e.g. `partial(l0.HardConcreteGate,
+            drop_rate=0.3)`; or several by the pattern (as in `fnmatch`) of the placement's name, the first that
+            matches counting.
+        where: which gates there are: `l0.shrinkable`, `l0.per_layer`, `l0.weights("pattern")`, or any function of the
+            graph.
         streams: with `l0.shrinkable`, whether residual streams are gated too.
         axes: axes by hand, for a model that `torch.export` cannot trace; `macs` has no meaning then.
         limit: seconds that tracing may take.
@@ -74,12 +75,18 @@ def attach(
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, Gated):
         raise TypeError("`model` is gated already; attach to `model.model`, or pass `where` once for all gates")
+    if not callable(where):
+        raise TypeError(
+            f"`where` must be a function from a graph to placements, such as `l0.shrinkable`, got {where!r}"
+        )
     if streams and where is not shrinkable:
         raise ValueError("`streams` goes with `where=shrinkable` only")
     _refuse_sharded(model)
     inputs = as_inputs(example_inputs)
-    graph = trace(model, example_inputs, limit=limit) if axes is None else _by_hand(model, axes)
-    graph = proven(model, graph, inputs)
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices):  # running the model here must not change what a seeded run draws later
+        graph = trace(model, example_inputs, limit=limit) if axes is None else _by_hand(model, axes)
+        graph = proven(model, graph, inputs)
     placements = list(partial(shrinkable, streams=True)(graph) if streams else where(graph))
     if not placements:
         reasons = "; ".join(f"`{a.name}`: {a.frozen or 'a residual stream (pass `streams=True`)'}" for a in graph.axes)
@@ -93,6 +100,8 @@ def _make(maker: GateMaker | Mapping[str, GateMaker], placement: Placement) -> A
         if found is None:
             raise ValueError(f"`gate` has no pattern for `{placement.name}`, got {', '.join(map(repr, maker))}")
         maker = found
+    if not callable(maker):
+        raise TypeError(f"`gate` must make a gate from its shape, such as `l0.HardConcreteGate`, got {maker!r}")
     gate = maker(placement.shape)
     if not isinstance(gate, AbstractGate) or tuple(gate.shape) != placement.shape:
         raise TypeError(f"`gate` must make a gate of shape {placement.shape} for `{placement.name}`, got {gate!r}")
@@ -107,7 +116,9 @@ def _by_hand(model: nn.Module, axes: Sequence[Axis]) -> Graph:
                 raise ValueError(f"`axes` names `{site.tensor}`, which is no parameter or buffer of the model")
             shape = tuple(members[site.tensor].shape[d] for d in site.dims)
             if site.units.shape != shape or site.units.max() >= axis.size:
-                raise ValueError(f"`axes` has units of shape {site.units.shape} for `{site.tensor}`, which has {shape} at {site.dims}")
+                raise ValueError(
+                    f"`axes` has units of shape {site.units.shape} for `{site.tensor}`, which is {shape} at {site.dims}"
+                )
     return Graph(
         tuple(axes),
         {n: tuple(t.shape) for n, t in members.items()},
@@ -123,7 +134,8 @@ def _refuse_sharded(model: nn.Module) -> None:
 
 
 class Gated(nn.Module):
-    """A model and its gates. In training every forward draws all gates once; in evaluation it uses their test-time values.
+    """A model and its gates. In training every forward draws all gates once; in evaluation it uses their test-time
+    values.
 
     Attributes:
         model: the user's model, shared.
@@ -153,11 +165,10 @@ class Gated(nn.Module):
         self.example_inputs = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, example_inputs)
         reference = next(p for p in model.parameters())
         self.gates.to(reference.device, torch.float64 if reference.dtype == torch.float64 else None)
-        aliases: dict[str, list[tuple[tuple[str, ...], str]]] = {}
-        for name, first in canonical_names(model).items():
-            path, _, key = name.rpartition(".")
-            aliases.setdefault(first, []).append((tuple(path.split(".")) if path else (), key))
-        self._targets = {t: (graph.shapes[t], aliases[t], _factors(t, graph, placements)) for t in _multiplied(placements)}
+        where = {t: [tuple(name.split(".")) for name in names] for t, names in places(model).items()}
+        self._targets = {
+            t: (graph.shapes[t], where[t], _factors(t, graph, placements)) for t in _multiplied(placements)
+        }
         self.census = {
             "params": count_params(graph, self.liveness),
             "macs": count_macs(graph, self.liveness),
@@ -201,14 +212,20 @@ class Gated(nn.Module):
             gate_lr: learning rate of the gates; as the weights' if `None`.
             weight_decay: of the weights.
             gate_weight_decay: of the gates.
-            counted_weight_decay: if given, the weights that gates count form a third group with this decay: 0 where `l2_norm` acts on them.
+            counted_weight_decay: if given, the weights that gates count form a third group with this decay: 0 where
+                `l2_norm` acts on them.
         """
-        for key, value in (("lr", lr), ("gate_lr", gate_lr), ("weight_decay", weight_decay), ("gate_weight_decay", gate_weight_decay)):
+        given = {"lr": lr, "gate_lr": gate_lr, "weight_decay": weight_decay, "gate_weight_decay": gate_weight_decay}
+        for key, value in {**given, "counted_weight_decay": counted_weight_decay}.items():
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"`{key}` must be a number >= 0, got {value}")
         counted = {s.tensor for p in self.placements for s in p.counts} if counted_weight_decay is not None else set()
         groups: list[dict[str, Any]] = [
-            {"name": "weights", "params": [p for n, p in self.model.named_parameters() if n not in counted], "weight_decay": weight_decay},
+            {
+                "name": "weights",
+                "params": [p for n, p in self.model.named_parameters() if n not in counted],
+                "weight_decay": weight_decay,
+            },
             {"name": "gates", "params": list(self.gates.parameters()), "weight_decay": gate_weight_decay},
         ]
         if counted:
@@ -220,7 +237,8 @@ class Gated(nn.Module):
                 group["lr"] = rate
         return groups
 
-    # ---- what the gates say --------------------------------------------------------------------------------------------
+    # ---- what the gates say
+    # --------------------------------------------------------------------------------------------
 
     def prob_open(self) -> Tensor:
         """P(z ≠ 0) of all gates, one set after the other, flat."""
@@ -228,7 +246,11 @@ class Gated(nn.Module):
 
     def opens(self) -> Tensor:
         """Which gates are open at test time, flat."""
-        return self._assumed != 0 if self._assumed is not None else gt.flat(self._gates(), lambda g, phi: g.value_from(phi) != 0)
+        return (
+            self._assumed != 0
+            if self._assumed is not None
+            else gt.flat(self._gates(), lambda g, phi: g.value_from(phi) != 0)
+        )
 
     def evidence(self) -> Tensor:
         """What speaks for keeping each gate open, flat; larger is more."""
@@ -236,9 +258,13 @@ class Gated(nn.Module):
 
     @contextmanager
     def assuming(self, opens: Tensor) -> Iterator[None]:
-        """Lets `prob_open()` and `opens()`, and so every cost, answer as if each gate were open with this probability."""
+        """Lets `prob_open()` and `opens()`, and so every cost, answer as if each gate were open with this
+        probability.
+        """
         if opens.shape != (self.liveness.size,):
-            raise ValueError(f"`opens` must have one entry per gate, {self.liveness.size}, got shape {tuple(opens.shape)}")
+            raise ValueError(
+                f"`opens` must have one entry per gate, {self.liveness.size}, got shape {tuple(opens.shape)}"
+            )
         before, self._assumed = self._assumed, opens.to(self.tables["ends"])
         try:
             yield
@@ -254,7 +280,8 @@ class Gated(nn.Module):
         """What removal would leave now, by the gates' test-time values.
 
         Args:
-            refuse: whether an axis that is closed as a whole, with nothing to carry on, raises `ClosedAxisError` (else one unit of it stays).
+            refuse: whether an axis that is closed as a whole, with nothing to carry on, raises `ClosedAxisError`
+                (else one unit of it stays).
         """
         with torch.no_grad():
             extended = self.liveness.extend(self.opens().to(self.tables["ends"]), self.tables)
@@ -268,7 +295,7 @@ class Gated(nn.Module):
         """For each unit the weakest of the gates that all its readers share: only used to choose among closed units."""
         evidence = self.evidence().double().cpu().numpy()
         padded = np.concatenate([evidence, np.full(self.liveness.one + 2 - len(evidence), np.inf)])
-        return padded[self.liveness.common].min(1)
+        return np.asarray(padded[self.liveness.common].min(1))
 
     # ---- the forward -------------------------------------------------------------------------------------------------
 
@@ -277,13 +304,17 @@ class Gated(nn.Module):
 
         Args:
             *args: the model's own arguments.
-            gate_noise: uniform noise for the draw, flat, one entry per gate; drawn from torch's default generator if `None`.
+            gate_noise: uniform noise for the draw, flat, one entry per gate; drawn from torch's default generator if
+                `None`.
             **kwargs: the model's own keyword arguments.
         """
         gates = self._gates()
+        if gate_noise is not None and gate_noise.shape != (self.liveness.size,):
+            shape = tuple(gate_noise.shape)
+            raise ValueError(f"`gate_noise` must have shape ({self.liveness.size},), one entry per gate, got {shape}")
         z = gt.draw(gates, gate_noise) if self.training else gt.values(gates)
         if torch.compiler.is_compiling():
-            return functional_call(self.model, self.gated_weights(z), args, kwargs)
+            return run(self.model, (args, kwargs), self.gated_weights(z))
         put: list[tuple[dict[str, Any], str, Any]] = []
         checkpointing = _forbid_checkpointing() if torch.is_grad_enabled() else None
         try:
@@ -310,17 +341,17 @@ class Gated(nn.Module):
 
         What `torch.func.functional_call` does, for the few weights that change: it walks all parameters at each call.
         """
-        for name, (shape, places, _) in self._targets.items():
+        for name, (shape, holders, _) in self._targets.items():
             weight: Any = None
-            for path, key in places:
+            for *path, key in holders:
                 module: Any = self.model
                 for part in path:
                     module = module._modules.get(part)
                 own = None if module is None else module._parameters.get(key)
-                if own is None or own.shape != shape:
+                if own is None or own.shape != shape or type(own).__name__ == "DTensor":
                     raise RuntimeError(
-                        f"`{name}` is not the parameter of shape {tuple(shape)} that gates were attached to (replaced, resized or "
-                        "sharded since?); attach again"
+                        f"`{name}` is not the parameter of shape {tuple(shape)} that gates were attached to "
+                        "(replaced, resized or sharded since?); attach again"
                     )
                 if weight is None:
                     weight = self._multiplied(own, name, z)
@@ -350,7 +381,9 @@ class Gated(nn.Module):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Lays out the index tables where the gates are. They are no buffers: DDP would broadcast them at every step, `.to(bfloat16)` round them."""
+        """Lays out the index tables where the gates are. They are no buffers: DDP would broadcast them at every step,
+        `.to(bfloat16)` round them.
+        """
         home = next(self.gates.parameters())
         dtype = torch.float64 if home.dtype == torch.float64 else torch.float32
         self.tables = self.liveness.tables(home.device, dtype)
@@ -362,23 +395,30 @@ class Gated(nn.Module):
         self.census_tables = {k: c.tables(home.device, dtype) for k, c in self.census.items() if c is not None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._settle()
         return self
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state, or refuses one of another network and loads nothing of it."""
+        known = self.state_dict().keys()
+        if strict and known != state_dict.keys():
+            raise ValueError(
+                f"`state_dict` is of another network: missing {sorted(known - state_dict.keys())[:5]}, "
+                f"unexpected {sorted(state_dict.keys() - known)[:5]}"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         # Torch loads what fits and complains afterwards; here nothing is loaded unless all of it fits.
-        known = self.state_dict()
-        given = {k.removeprefix(prefix): t for k, t in state_dict.items() if k.startswith(prefix)}
-        if rest[1] and known.keys() != given.keys():
-            raise ValueError(
-                f"`state_dict` is of another network: missing {sorted(known.keys() - given.keys())[:5]}, "
-                f"unexpected {sorted(given.keys() - known.keys())[:5]}"
-            )
-        for key, new in given.items():
-            if key in known and new.shape != known[key].shape:
+        for key, own in self.state_dict().items():
+            new = state_dict.get(prefix + key)
+            if not isinstance(own, Tensor) or new is None:
+                continue
+            if new.shape != own.shape:
                 raise ValueError(
-                    f"`state_dict` is of another network: `{key}` has shape {tuple(new.shape)}, here it is {tuple(known[key].shape)}"
+                    f"`state_dict` is of another network: `{key}` has shape {tuple(new.shape)}, "
+                    f"here it is {tuple(own.shape)}"
                 )
             if key.startswith("gates.") and not bool(torch.isfinite(new).all()):
                 raise ValueError(f"`state_dict` has numbers in `{key}` that are not finite")
@@ -390,7 +430,9 @@ def _multiplied(placements: Sequence[Placement]) -> list[str]:
 
 
 def _factors(tensor: str, graph: Graph, placements: Sequence[Placement]) -> list[tuple[int, int, Any, tuple[int, ...]]]:
-    """For each set of gates on a weight: its number, how z is laid out (repeats, or an index), and the shape that broadcasts."""
+    """For each set of gates on a weight: its number, how z is laid out (repeats, or an index), and the shape that
+    broadcasts.
+    """
     out = []
     for number, placement in enumerate(placements):
         for site in placement.multiplies:
@@ -400,14 +442,18 @@ def _factors(tensor: str, graph: Graph, placements: Sequence[Placement]) -> list
             n, units = prod(placement.shape), site.units.ravel()
             repeats = units.size // n if units.size % n == 0 else 0
             in_order = repeats and np.array_equal(units, np.repeat(np.arange(n), repeats))
-            shape = shape[next(d for d, size in enumerate(shape) if size > 1) :] if max(shape) > 1 else (1,)  # leading ones broadcast anyway
+            shape = (
+                shape[next(d for d, size in enumerate(shape) if size > 1) :] if max(shape) > 1 else (1,)
+            )  # leading ones broadcast anyway
             out.append((number, repeats if in_order else 1, None if in_order else np.where(units < 0, n, units), shape))
     return out
 
 
 def _forbid_checkpointing() -> tuple[Any, Any]:
-    """Refuses activation checkpointing inside the model: its recomputation runs in the backward, after the gated weights are gone, and
-    would silently use the dense ones. Checkpointing around the `Gated` is fine: it recomputes the gates too, with the same noise."""
+    """Refuses activation checkpointing inside the model: its recomputation runs in the backward, after the gated
+    weights are gone, and would silently use the dense ones. Checkpointing around the `Gated` is fine: it recomputes
+    the gates too, with the same noise.
+    """
     module: Any = torch.utils.checkpoint
     before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
     module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Refusal, _Refusal.apply
@@ -423,6 +469,6 @@ class _Refusal:
     @staticmethod
     def apply(*_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            "activation checkpointing inside a gated model recomputes with ungated weights; checkpoint around it instead: "
-            "`torch.utils.checkpoint.checkpoint(gated, x)`, or compile it"
+            "activation checkpointing inside a gated model recomputes with ungated weights; "
+            "checkpoint around it instead: `torch.utils.checkpoint.checkpoint(gated, x)`, or compile it"
         )

@@ -159,7 +159,9 @@ def _within(labelled: dict[Dims, Labels], block: Dims) -> list[Dims]:
     return [g for g in labelled if set(g) <= set(block)]
 
 
-def _narrow(ties: Ties, placed: list[tuple[dict[Dims, Labels], set[int], str]], dim: int, shape: tuple[int, ...]) -> None:
+def _narrow(
+    ties: Ties, placed: list[tuple[dict[Dims, Labels], set[int], str]], dim: int, shape: tuple[int, ...]
+) -> None:
     for labelled, _, _ in placed:
         for group in [g for g in labelled if len(g) > 1 and dim in g]:
             one = Value(shape, {group: labelled.pop(group)})
@@ -199,7 +201,13 @@ def concat(ties: Ties, values: Sequence[Value], dim: int, shape: tuple[int, ...]
     rest = []
     for value in values:
         single(ties, value, dim)
-        rest.append(Value(value.shape[:dim] + (1,) + value.shape[dim + 1 :], {g: a for g, a in value.labels.items() if dim not in g}, value.why))
+        rest.append(
+            Value(
+                value.shape[:dim] + (1,) + value.shape[dim + 1 :],
+                {g: a for g, a in value.labels.items() if dim not in g},
+                value.why,
+            )
+        )
     out = elementwise(ties, rest, shape[:dim] + (1,) + shape[dim + 1 :])
     out.shape = shape
     if any(v.group(dim) for v in values):
@@ -229,7 +237,7 @@ def reshape(ties: Ties, value: Value, shape: tuple[int, ...]) -> Value:
         laid = np.broadcast_to(spread, [value.shape[d] for d in old]).reshape([shape[d] for d in new])
         varying = [k for k in range(laid.ndim) if laid.shape[k] > 1 and (laid != laid.take([0], k)).any()]
         if not varying:  # a single unit: it needs a dimension of its own to be removable
-            ones = [k for k in range(laid.ndim) if laid.shape[k] == value.shape[group[0]]]
+            ones = [k for k in range(laid.ndim) if laid.shape[k] == value.shape[group[0]] or laid.ndim == 1]
             if not ones:
                 ties.freeze(atoms, "a reshape lays its only unit over other dimensions")
                 continue

@@ -40,7 +40,9 @@ class Call:
     def where(self) -> str:
         return f"`{self.op}`" + (f" in `{self.module}`" if self.module else "")
 
-    def multiplies(self, factor: float, weight: str | None, left: Labels | None = None, right: Labels | None = None) -> None:
+    def multiplies(
+        self, factor: float, weight: str | None, left: Labels | None = None, right: Labels | None = None
+    ) -> None:
         """Records MACs: per example, so the example's batch is divided out."""
         if self.count_macs:
             name = weight.rpartition(".")[0] if weight else self.module
@@ -120,13 +122,13 @@ def axis(dim: int, ndim: int) -> int:
 
 # ---------------------------------------------------------------- entry by entry
 
-UNARY = """relu relu6 gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus mish softsign log_sigmoid
-threshold hardshrink softshrink tanhshrink rrelu exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square pow abs neg sin cos tan asin acos atan sinh
+UNARY = """relu relu6 gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus mish log_sigmoid
+threshold hardshrink softshrink rrelu exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square pow abs neg sin cos tan asin acos atan sinh
 cosh erf erfc clamp clamp_min clamp_max clip dropout feature_dropout
 alpha_dropout feature_alpha_dropout native_dropout bernoulli sign sgn floor ceil round trunc frac reciprocal nan_to_num logical_not bitwise_not isnan
 isinf isfinite positive zeros_like ones_like full_like rand_like randn_like empty_like fill zero fake_quantize_per_tensor_affine"""
 BINARY = """mul multiply div divide true_divide floor_divide remainder fmod maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or
-logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill lerp addcmul addcdiv atan2 copysign hypot xlogy where"""
+logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill lerp addcmul addcdiv atan2 copysign hypot xlogy"""
 
 
 @couples(*UNARY.split(), *BINARY.split())
@@ -135,7 +137,9 @@ def entrywise(call: Call, *args: Any) -> list[Value]:
     return [lb.elementwise(call.ties, values, shape) for shape in call.shapes]
 
 
-@couples("clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "float", "half", "double", "lift_fresh_copy")
+@couples(
+    "clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "float", "half", "double", "lift_fresh_copy"
+)
 def same(call: Call, x: Value, *_: Any) -> Value:
     """The same numbers: what was a parameter still is one."""
     return x
@@ -255,7 +259,9 @@ def transposed_convolution(call: Call, x: Value, weight: Value, bias: Value | No
     return _convolve(call, x, weight, bias, weight.ndim - 2, groups, True)
 
 
-def _convolve(call: Call, x: Value, weight: Value, bias: Value | None, spatial: int, groups: int, transposed: bool) -> Value:
+def _convolve(
+    call: Call, x: Value, weight: Value, bias: Value | None, spatial: int, groups: int, transposed: bool
+) -> Value:
     ties = call.ties
     channel = x.ndim - spatial - 1
     into, out = (0, 1) if transposed else (1, 0)
@@ -360,7 +366,18 @@ def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
     return replace(out, labels=lb.without(call.ties, out, mixed, call.mixes()), why=f"the output of {call.where}")
 
 
-@couples("softmax", "log_softmax", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "local_response_norm")
+@couples(
+    "softmax",
+    "log_softmax",
+    "_softmax",
+    "_log_softmax",
+    "cumsum",
+    "cumprod",
+    "logcumsumexp",
+    "sort",
+    "topk",
+    "local_response_norm",
+)
 def along_one(call: Call, x: Value, *rest: Any) -> list[Value]:
     numbers = [r for r in rest if isinstance(r, int) and not isinstance(r, bool)]
     dim = numbers[1] if call.op == "topk" and len(numbers) > 1 else numbers[0] if numbers else -1
@@ -373,7 +390,24 @@ def along_one(call: Call, x: Value, *rest: Any) -> list[Value]:
 # ---------------------------------------------------------------- reductions, pooling, space
 
 
-@couples("mean", "sum", "amax", "amin", "var", "std", "prod", "all", "any", "logsumexp", "max", "min", "argmax", "argmin", "norm", "linalg_vector_norm")
+@couples(
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "var",
+    "std",
+    "prod",
+    "all",
+    "any",
+    "logsumexp",
+    "max",
+    "min",
+    "argmax",
+    "argmin",
+    "norm",
+    "linalg_vector_norm",
+)
 def reduction(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
     if any(isinstance(r, Value) for r in rest):
         return entrywise(call, x, *rest)  # max(a, b), min(a, b)
@@ -393,10 +427,19 @@ def reduction(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
 
 
 POOLS = [f"{a}_pool{d}d" for d in (1, 2, 3) for a in ("max", "avg", "adaptive_avg", "adaptive_max")]
-RESAMPLERS = [f"upsample_{kind}" for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")]
+RESAMPLERS = [
+    f"upsample_{kind}"
+    for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+]
 
 
-@couples(*POOLS, *RESAMPLERS, *(f"max_pool{d}d_with_indices" for d in (1, 2, 3)), "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa")
+@couples(
+    *POOLS,
+    *RESAMPLERS,
+    *(f"max_pool{d}d_with_indices" for d in (1, 2, 3)),
+    "_upsample_nearest_exact2d",
+    "_upsample_bilinear2d_aa",
+)
 def over_space(call: Call, x: Value, *_: Any) -> list[Value]:
     """Acts on the last one, two or three dimensions, each channel by itself."""
     spatial = int(next(c for c in call.op if c.isdigit() and c != "0"))
@@ -404,7 +447,16 @@ def over_space(call: Call, x: Value, *_: Any) -> list[Value]:
     return [Value(shape, labels, "a dimension of space") for shape in call.shapes]
 
 
-@couples("constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d")
+@couples(
+    "constant_pad_nd",
+    "pad",
+    "reflection_pad1d",
+    "reflection_pad2d",
+    "reflection_pad3d",
+    "replication_pad1d",
+    "replication_pad2d",
+    "replication_pad3d",
+)
 def pad(call: Call, x: Value, amounts: Sequence[int], *_: Any) -> Value:
     padded = [x.ndim - 1 - k // 2 for k, n in enumerate(amounts) if n]
     return Value(call.shape, lb.without(call.ties, x, padded, f"{call.where} pads it"), x.why)
@@ -415,7 +467,9 @@ def moved_along(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
     dims = rest[-1] if isinstance(rest[-1], list | tuple) else [rest[-1]]
     if not dims:
         return unknown(call, [x])
-    return Value(call.shape, lb.without(call.ties, x, [axis(d, x.ndim) for d in dims], f"{call.where} moves its units"), x.why)
+    return Value(
+        call.shape, lb.without(call.ties, x, [axis(d, x.ndim) for d in dims], f"{call.where} moves its units"), x.why
+    )
 
 
 @couples("scaled_dot_product_attention")
@@ -426,6 +480,15 @@ def attention(call: Call, q: Value, k: Value, v: Value, *rest: Any) -> Value:
     batch, n, m = prod(q.shape[:-2]), q.shape[-2], k.shape[-2]
     call.multiplies(batch * n * m * (q.shape[-1] + v.shape[-1]), None)
     return Value(call.shape, why=f"the output of {call.where}")
+
+
+@couples("lstm", "gru", "rnn_tanh", "rnn_relu")
+def recurrence(call: Call, x: Value, *rest: Any) -> list[Value]:
+    """Every weight is used at every step; what the units mean to each other from step to step is not followed."""
+    for weight in tensors(rest):
+        if weight.source is not None and weight.ndim == 2:
+            call.multiplies(prod(x.shape[:-1]), weight.source)
+    return unknown(call, [x, *tensors(rest)], f"{call.where} carries it from step to step")
 
 
 # ---------------------------------------------------------------- layout
@@ -467,7 +530,9 @@ def permutation(call: Call, x: Value, *args: Any) -> Value | list[Value]:
 
 
 @couples("slice", "narrow", "select")
-def part(call: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1, *_: Any) -> Value | list[Value]:
+def part(
+    call: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1, *_: Any
+) -> Value | list[Value]:
     dim, size = axis(dim, x.ndim), x.shape[axis(dim, x.ndim)]
     if call.op == "select":
         return lb.drop(call.ties, x, dim, f"{call.where} picks one unit by its number")
@@ -520,7 +585,7 @@ def repeat(call: Call, x: Value, times: Any, dim: Any = None, *_: Any) -> Value 
             return unknown(call, [x])
         dim = axis(dim, x.ndim)
         return lb.take(call.ties, x, dim, np.repeat(np.arange(x.shape[dim]), times))
-    for _ in range(len(call.shape) - x.ndim):
+    for _new in range(len(call.shape) - x.ndim):
         x = lb.insert(x, 0)
     for d, size in enumerate(call.shape):
         if size != x.shape[d]:
@@ -552,7 +617,9 @@ def channel_shuffle(call: Call, x: Value, groups: int, *_: Any) -> Value:
     order = np.arange(c).reshape(groups, c // groups).T.ravel()
     lb.single(call.ties, x, 1)
     atoms = x.labels.get((1,))
-    if atoms is not None:  # after a removal the shuffle deals out whatever is there: the same places must stay in each group
+    if (
+        atoms is not None
+    ):  # after a removal the shuffle deals out whatever is there: the same places must stay in each group
         inside = atoms.reshape(groups, -1)
         call.ties.tie(np.broadcast_to(inside[:1], inside.shape), inside)
     return lb.take(call.ties, x, 1, order)
@@ -580,7 +647,15 @@ def _conv_transpose(m: nn.ConvTranspose2d) -> None:
     m.in_channels, m.out_channels = m.weight.shape[0], m.weight.shape[1] * m.groups
 
 
-@resizes(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+@resizes(
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 def _norm(m: nn.BatchNorm2d) -> None:
     size = next((t.shape[0] for t in (m.weight, m.running_mean) if t is not None), m.num_features)
     m.num_features = size

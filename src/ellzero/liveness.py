@@ -1,9 +1,10 @@
 """Which units are alive, given which gates are open: the one formula behind expected costs, kept costs and compaction.
 
-A unit is alive if any weight entry that reads it is open, and an entry is open if all gates on it are. With independent gates,
-P(alive) = Π_common p · (1 − Π_entries (1 − Π_rest p)), where the common gates act on every entry that reads the unit. The same formula at
-p ∈ {0, 1} says which units are kept. It is exact when no gate but the common ones acts on two entries of a unit, and `attach` refuses
-placements where one does. This file knows gates as numbers only.
+A unit is alive if any weight entry that reads it is open, and an entry is open if all gates on it are. With
+independent gates, P(alive) = Π_common p · (1 − Π_entries (1 − Π_rest p)), where the common gates act on every entry
+that reads the unit. The same formula at p ∈ {0, 1} says which units are kept. It is exact when no gate but the common
+ones acts on two entries of a unit, and `attach` refuses placements where one does. This file knows gates as numbers
+only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ellzero.placements import Placement
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """Unstructured gates of one weight seen from its contracting dimension: an input is read if any gate of its column is open."""
+    """Unstructured gates of one weight seen from its contracting dimension: an input is read if any gate of its
+    column is open.
+    """
 
     start: int
     shape: tuple[int, ...]
@@ -32,7 +35,8 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Liveness:
-    """Index tables into the vector `[p, columns…, 1, 0]`, where p holds P(open) of all gates, one placement after the other.
+    """Index tables into the vector `[p, columns…, 1, 0]`, where p holds P(open) of all gates, one placement after the
+    other.
 
     Args:
         size: number of gates.
@@ -85,8 +89,8 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
     """Works out for every unit and every input which gates decide about it.
 
     Raises:
-        ValueError: if a placement multiplies a dimension that does not contract, or one gate decides about some readers of a unit but not all,
-            beside others.
+        ValueError: if a placement multiplies a dimension that does not contract, or one gate decides about some
+            readers of a unit but not all, beside others.
     """
     starts = [0, *accumulate(prod(p.shape) for p in placements)]
     size = starts[-1]
@@ -106,7 +110,8 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
                     width += inputs
             else:
                 raise ValueError(
-                    f"`where` lets gates `{placement.name}` multiply dimensions {site.dims} of `{site.tensor}`, which do not contract"
+                    f"`where` lets gates `{placement.name}` multiply dimensions {site.dims} of `{site.tensor}`, "
+                    "which do not contract"
                 )
     one, zero = width, width + 1
 
@@ -137,18 +142,20 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
         shared.append(common)
         if further and all(further):
             if sum(map(len, further)) > len(frozenset.union(*further)):
-                raise ValueError("`where` lets one gate decide about some of the entries that read a unit, beside other gates")
+                raise ValueError(
+                    "`where` lets one gate decide about some of the entries that read a unit, beside other gates"
+                )
             several.append(unit)
             rest.append(further)
     entries = {}
     differing = set(several)
-    for tensor, sets in at.items():
+    for tensor, gates_of in at.items():
         dims = graph.reading[tensor]
-        if len(dims) > 1 or tensor not in graph.in_own_module or not any(sets):
+        if len(dims) > 1 or tensor not in graph.in_own_module or not any(gates_of):
             continue
         units = graph.labels[tensor][dims].tolist()
-        if any(gates != shared[u] or u in differing for u, gates in zip(units, sets, strict=True) if u >= 0):
-            entries[tensor] = _padded([[g] for g in sets], one, zero)[:, 0]
+        if any(gates != shared[u] or u in differing for u, gates in zip(units, gates_of, strict=True) if u >= 0):
+            entries[tensor] = _padded([[g] for g in gates_of], one, zero)[:, 0]
     return Liveness(
         size,
         one,

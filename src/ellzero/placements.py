@@ -1,8 +1,9 @@
 """Where gates go: functions from a traced graph to placements.
 
-A `Placement` says for one set of gates which weight entries they multiply and which entries their norm counts; in the papers the two
-differ for a convolution's maps. `shrinkable`, `per_layer` and `weights(pattern)` are the placements that come with the library; any
-function `Graph -> list[Placement]` will do. This file does not know gates or their distributions.
+A `Placement` says for one set of gates which weight entries they multiply and which entries their norm counts; in the
+papers the two differ for a convolution's maps. `shrinkable`, `per_layer` and `weights(pattern)` are the placements
+that come with the library; any function `Graph -> list[Placement]` will do. This file does not know gates or their
+distributions.
 """
 
 from __future__ import annotations
@@ -52,16 +53,21 @@ def shrinkable(graph: Graph, *, streams: bool = False) -> list[Placement]:
 
 
 def per_layer(graph: Graph) -> list[Placement]:
-    """The papers' own placement: a gate per input of each fully connected layer (the network's input included) and per output map of
-    each convolution, each counting its own layer's weights (Louizos et al., section 2.4; |g| in eq. 16).
+    """The papers' own placement: a gate per input of each fully connected layer (the network's input included) and
+    per output map of each convolution, each counting its own layer's weights (Louizos et al., section 2.4; |g| in eq.
+    16).
 
-    A map's gate multiplies whatever reads the map, which for ReLU and max-pooling is the same function as multiplying the map itself, and counts the
-    map's incoming weights and its bias: |g| = C_in·k·k + 1. A convolution whose maps cannot shrink (they are the output, say) gets none.
+    A map's gate multiplies whatever reads the map, which for ReLU and max-pooling is the same function as multiplying
+    the map itself, and counts the map's incoming weights and its bias: |g| = C_in·k·k + 1. A convolution whose maps
+    cannot shrink (they are the output, say) gets none.
 
     Raises:
-        ValueError: where several convolutions write one axis (a residual stream), which one gate per convolution cannot do by gating readers.
+        ValueError: where several convolutions write one axis (a residual stream), which one gate per convolution
+            cannot do by gating readers.
     """
-    written = {s.tensor: a for a in graph.axes for s in a.writers if len(graph.shapes[s.tensor]) > 2 and s.role == "writes"}
+    written = {
+        s.tensor: a for a in graph.axes for s in a.writers if len(graph.shapes[s.tensor]) > 2 and s.role == "writes"
+    }
     placements = []
     for tensor, shape in graph.shapes.items():
         layer = tensor.rpartition(".")[0] or tensor
@@ -72,7 +78,7 @@ def per_layer(graph: Graph) -> list[Placement]:
         elif len(shape) > 2 and tensor in written and written[tensor].frozen is None:
             axis = written[tensor]
             _refuse_shared(axis, graph)
-            own = [s for s in axis.sites if s.tensor == tensor and s.role == "writes" or s.tensor == f"{layer}.bias"]
+            own = [s for s in axis.sites if (s.tensor == tensor and s.role == "writes") or s.tensor == f"{layer}.bias"]
             placements.append(Placement(layer, (axis.size,), axis.readers, tuple(own)))
     return placements
 
@@ -81,8 +87,8 @@ def _refuse_shared(axis: Axis, graph: Graph) -> None:
     writers = [s.tensor.rpartition(".")[0] for s in axis.writers if len(graph.shapes[s.tensor]) > 1]
     if len(writers) > 1 or axis.stream:
         raise ValueError(
-            f"`where=per_layer` puts one gate on each output map of a convolution, but {', '.join(f'`{w}`' for w in writers)} write "
-            f"the shared axis `{axis.name}`, where gating readers cannot tell them apart; use `where=shrinkable`"
+            f"`where=per_layer` puts one gate on each output map of a convolution, but "
+            f"{', '.join(f'`{w}`' for w in writers)} write the shared axis `{axis.name}`, where gating readers cannot tell them apart; use `where=shrinkable`"
         )
 
 
@@ -96,7 +102,9 @@ def weights(pattern: str) -> Where:
     def where(graph: Graph) -> list[Placement]:
         chosen = [t for t, shape in graph.shapes.items() if fnmatchcase(t, pattern) and t in graph.parameters and shape]
         if not chosen:
-            raise ValueError(f"`pattern` must match the name of a parameter, got {pattern!r}, and there are {', '.join(graph.parameters)}")
+            raise ValueError(
+                f"`pattern` must match the name of a parameter ({', '.join(graph.parameters)}), got {pattern!r}"
+            )
         placements = []
         for tensor in chosen:
             shape = graph.shapes[tensor]

@@ -1,9 +1,9 @@
 """Taking units out of a network: the removal plan as a value, and how it is carried out.
 
-A `Plan` says for every parameter and buffer which entries of which dimensions stay. It is data: the same plan slices a model's weights,
-an optimizer's moments, an averaged copy or gradients. Two small layers stand in where slicing is not enough: `Select` picks the inputs that a
-layer still reads from something that cannot shrink, `Closed` replaces a layer that reads or writes nothing any more. This file
-does not know what a gate is: it is told which units are alive.
+A `Plan` says for every parameter and buffer which entries of which dimensions stay. It is data: the same plan slices
+a model's weights, an optimizer's moments, an averaged copy or gradients. Two small layers stand in where slicing is
+not enough: `Select` picks the inputs that a layer still reads from something that cannot shrink, `Closed` replaces a
+layer that reads or writes nothing any more. This file does not know what a gate is: it is told which units are alive.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Plan:
         units: for every unit of the graph, whether it stays.
         rows: for each tensor that changes, the indices that stay, by dimension.
         columns: for the weight of a grouped convolution, the column indices that stay in each *kept* row.
-        selects: for each weight in front of which a `Select` goes, the inputs that it goes on reading. Its entry in `rows` is the same.
+        selects: for each weight in front of which a `Select` goes, the inputs that it goes on reading. Its entry in
+            `rows` is the same.
         closed: layers (module names) that read or write nothing any more.
     """
 
@@ -46,13 +47,15 @@ class Plan:
     closed: frozenset[str] = frozenset()
 
     def slice(self, name: str, tensor: Tensor) -> Tensor:
-        """What stays of `tensor`, which has the shape of the parameter or buffer `name`: itself, its gradient, its moments."""
+        """What stays of `tensor`, which has the shape of the parameter or buffer `name`: itself, its gradient, its
+        moments.
+        """
         for dim, index in self.rows.get(name, {}).items():
             tensor = tensor.index_select(dim, torch.as_tensor(index, device=tensor.device))
         if name in self.columns:
-            index = torch.as_tensor(self.columns[name], device=tensor.device)
-            index = index.reshape(*index.shape, *[1] * (tensor.ndim - 2)).expand(*index.shape, *tensor.shape[2:])
-            tensor = tensor.gather(1, index)
+            columns = torch.as_tensor(self.columns[name], device=tensor.device)
+            shape = columns.shape + tensor.shape[2:]
+            tensor = tensor.gather(1, columns.reshape(*columns.shape, *[1] * (tensor.ndim - 2)).expand(shape))
         return tensor
 
     def apply(self, model: nn.Module) -> None:
@@ -75,7 +78,8 @@ class Plan:
                 if isinstance(old, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=old.requires_grad)
                 for module, key, _ in places:  # tied weights stay tied
-                    (module._parameters if isinstance(new, nn.Parameter) else module._buffers)[key] = new
+                    members: dict[str, Any] = module._parameters if isinstance(new, nn.Parameter) else module._buffers
+                    members[key] = new
                     touched[id(module)] = module
         for module in touched.values():
             resize(module)
@@ -110,7 +114,9 @@ def select_first(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def put_select(layer: nn.Module, index: Tensor) -> None:
-    """Gives a layer a `Select` as its child `select`, run before it. The layer stays of its own class, with its own keys."""
+    """Gives a layer a `Select` as its child `select`, run before it. The layer stays of its own class, with its own
+    keys.
+    """
     weight: Any = layer.weight
     dim = -1 if isinstance(layer, nn.Linear) else 1 - weight.ndim
     layer.add_module("select", Select(index.to(weight.device), dim))
@@ -121,7 +127,8 @@ def put_select(layer: nn.Module, index: Tensor) -> None:
 class Closed(nn.Module):
     """A linear or convolutional layer that reads nothing any more: its output is its bias, whatever comes in.
 
-    With no outputs left either it gives an empty tensor of the right shape, so that what follows in the user's forward goes on running.
+    With no outputs left either it gives an empty tensor of the right shape, so that what follows in the user's
+    forward goes on running.
     """
 
     def __init__(self, layer: nn.Module, outputs: int) -> None:
@@ -174,8 +181,9 @@ def make_plan(
 ) -> Plan:
     """The plan that removes every unit that is not alive, as far as the network lets it.
 
-    Units come back, those with most evidence first: until each group of a grouped convolution has as many channels as the fullest ("padding"), and
-    one for an axis that is closed as a whole where its layers cannot be taken out. Units of frozen axes always stay.
+    Units come back, those with most evidence first: until each group of a grouped convolution has as many channels as
+    the fullest ("padding"), and one for an axis that is closed as a whole where its layers cannot be taken out. Units
+    of frozen axes always stay.
 
     Args:
         graph: what shrinks together.
@@ -200,7 +208,8 @@ def make_plan(
     if refuse and not carries_on:
         what = [f"every unit of axis `{a.name}`" for a, _ in empty] or [f"every input of `{name}`" for name in dead]
         raise ClosedAxisError(
-            " and ".join(what) + " is closed and no residual path carries on, so nothing of the input would reach the output; "
+            " and ".join(what)
+            + " is closed and no residual path carries on, so nothing of the input would reach the output; "
             "`finalize` never takes the last units of an axis"
         )
     for axis, start in empty:

@@ -2,7 +2,7 @@
 
 The file is safetensors: tensors, and a header of plain JSON that says which layers have a `Select` or are `Closed`,
 which names share a tensor, and in how many groups convolutions work. There is no pickle in it and no code; the class of
-the network is the user's to bring. This file knows how a network that was made smaller differs from a dense one, not why.
+the network is the user's to bring. This file knows how a smaller network differs from a dense one, not why it does.
 """
 
 from __future__ import annotations
@@ -157,9 +157,6 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
         if outputs is not None or _members(model.get_submodule(layer)):  # an identity of the user's own is one already
             put_closed(model, layer, outputs)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for layer, outputs in structure.closed.items():
-        if outputs is not None and f"{layer}.bias" not in names:
-            modules[layer].bias = None
     new: dict[str, Tensor] = {}
     changed: dict[int, tuple[str, nn.Module]] = {}
     for name, stored in names.items():
@@ -254,7 +251,7 @@ def _check(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor]
                 refuse(f"`{layer}` is a linear or convolutional layer")
             if not 0 <= outputs <= members[f"{layer}.weight"].shape[0]:
                 refuse(f"`{layer}` has {outputs} outputs")
-            expected |= {f"{layer}.bias"} & members.keys() & stored.keys()
+            expected |= {f"{layer}.bias"} & members.keys() if outputs else set()
         elif isinstance(modules[layer], _CONTRACTING):
             refuse(f"`{layer}` is an identity")
     for layer, groups in structure.groups.items():
@@ -266,22 +263,22 @@ def _check(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor]
         missing, unexpected = sorted(expected - stored.keys()), sorted(stored.keys() - expected)
         refuse(f"missing {_few(missing)}, unexpected {_few(unexpected)}")
     for name, first in stored.items():
-        new = tensors.get(first)
+        new, old = tensors.get(first), members.get(name)
         if new is None:
             refuse(f"`{name}` is tied to `{first}`, which is missing")
-        if name in selects:
-            layer = selects[name]
-            if not isinstance(modules[layer], _CONTRACTING):
-                refuse(f"`{layer}` is a linear or convolutional layer")
-            inputs, kept = members[f"{layer}.weight"].shape[1], tensors[stored[f"{layer}.weight"]].shape[1]
-            if new.dtype != torch.int64 or new.shape != (kept,) or not bool(((new >= 0) & (new < inputs)).all()):
-                refuse(f"`{name}` does not pick {kept} of at most {inputs} inputs")
+        if old is None:  # the index of a `Select`
             continue
-        old = members[name]
         if new.ndim != old.ndim or any(n > o for n, o in zip(new.shape, old.shape, strict=True)):
             refuse(f"`{name}` has shape {tuple(new.shape)}, which does not fit into {tuple(old.shape)}")
         if new.is_floating_point() != old.is_floating_point() or new.is_complex() != old.is_complex():
             refuse(f"`{name}` is of {new.dtype}, here it is of {old.dtype}")
+    for name, layer in selects.items():
+        if not isinstance(modules[layer], _CONTRACTING) or layer in structure.closed:
+            refuse(f"`{layer}` is a linear or convolutional layer")
+        index, weight = tensors[stored[name]], f"{layer}.weight"
+        inputs, kept = members[weight].shape[1], tensors[stored[weight]].shape[1]
+        if index.dtype != torch.int64 or index.shape != (kept,) or not bool(((index >= 0) & (index < inputs)).all()):
+            refuse(f"`{name}` does not pick {kept} of at most {inputs} inputs")
 
 
 def _few(names: list[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ellzero.axes import Graph, Step, Ties, unify
-from ellzero.labels import Value, freeze
+from ellzero.axes import Graph, Labels, Step, Ties, unify
+from ellzero.labels import Dims, Value, freeze
 from ellzero.layers import RULES, Call, tensors, unknown
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -68,8 +70,28 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
             m.training = was
 
 
-def run(model: nn.Module, inputs: Inputs) -> Any:
-    return model(*inputs[0], **inputs[1])
+def places(model: nn.Module) -> dict[str, list[str]]:
+    """For each parameter, by its first name, every place that holds it: tied weights have several.
+
+    A module that is registered twice is one place: `functional_call` would swap it twice, and restore the wrong weight.
+    """
+    first: dict[int, str] = {}
+    out: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{key}" if path else key
+                out.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return out
+
+
+def run(model: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """Calls the model, with other weights in place of its own if there are any (by their first names)."""
+    if weights is None:
+        return model(*inputs[0], **inputs[1])
+    where = places(model)
+    everywhere = {place: weight for name, weight in weights.items() for place in where[name]}
+    return functional_call(model, everywhere, inputs[0], inputs[1], tie_weights=False)
 
 
 def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Graph:
@@ -95,7 +117,9 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
     names = canonical_names(model)
     owners = {name: name.rpartition(".")[0] for name in set(names.values())}
     members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ties = Ties({name: tuple(t.shape) for name, t in members.items()}, tuple(name for name, _ in model.named_parameters()))
+    ties = Ties(
+        {name: tuple(t.shape) for name, t in members.items()}, tuple(name for name, _ in model.named_parameters())
+    )
     with mode(model, False), torch.no_grad():
         try:
             run(model, inputs)
@@ -134,7 +158,8 @@ class _Walk:
         self.modules = dict(model.named_modules())
 
     def go(self, inputs: Inputs, training: bool) -> None:
-        with mode(self.model, training), torch.enable_grad():
+        with mode(self.model, training), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch has to say about exporting is not about what the user does
             try:
                 program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
             except Exception as error:
@@ -157,7 +182,11 @@ class _Walk:
             if now > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
             if now - started > 5 and sys.stderr.isatty():
-                print(f"\rellzero: tracing, operation {number} of {len(nodes)} ({node.name})\033[K", end="", file=sys.stderr)
+                print(
+                    f"\rellzero: tracing, operation {number} of {len(nodes)} ({node.name})\033[K",
+                    end="",
+                    file=sys.stderr,
+                )
             values[node] = self._value(node, number, values, members, inputs, training)
             self._link(node, number, values, training)
         if time.monotonic() - started > 5 and sys.stderr.isatty():
@@ -174,7 +203,7 @@ class _Walk:
                 name = self.names[members[node.name]]
                 if node.users:
                     self.ties.reached.add(name)
-                labels = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
+                labels: dict[Dims, Labels] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
                 # A buffer cannot be gated, so as a weight it counts as computed; its dimensions can be sliced like any other's.
                 return Value(tuple(value.shape), labels, f"`{name}`", name if name in self.ties.parameters else None)
             kind = "a constant of the model" if node.name.startswith(("c_", "lifted")) else "the model's input"
@@ -210,7 +239,11 @@ class _Walk:
         stack = list(node.meta.get("nn_module_stack", {}).values())
         module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else ""
         target = node.target
-        name = target._schema.name.split("::")[-1] if hasattr(target, "_schema") else str(getattr(target, "__name__", target))
+        name = (
+            target._schema.name.split("::")[-1]
+            if hasattr(target, "_schema")
+            else str(getattr(target, "__name__", target))
+        )
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         shapes = [tuple(t.shape) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
         return Call(self.ties, name, module, shapes, batch_size(inputs), count_macs=not training)
@@ -229,7 +262,12 @@ class _Walk:
         if not training:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
             self.ties.steps.append(
-                Step(tuple(self.index[n] for n in node.all_input_nodes), node.meta.get("ellzero_reads", ()), is_input, node.op == "output")
+                Step(
+                    tuple(self.index[n] for n in node.all_input_nodes),
+                    node.meta.get("ellzero_reads", ()),
+                    is_input,
+                    node.op == "output",
+                )
             )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.axes import Graph, Labels
@@ -78,7 +77,7 @@ class _Bench:
         devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
         with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
             torch.manual_seed(0)
-            out = functional_call(model, weights, *self.inputs) if weights is not None else run(model, self.inputs)
+            out = run(model, self.inputs, weights)
         return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
 
     def survives_parts(self, axes: Sequence[int]) -> str | None:
@@ -177,8 +176,11 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
             if not torch.equal(x, y):
                 return False
         elif x.numel():
-            scale = max(1.0, float(x.abs().max()))
-            if not float((x - y).abs().max()) <= tolerance * scale:  # NaN never passes
+            finite = x[x.isfinite()].abs()
+            scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+            if not bool(
+                ((x == y) | ((x - y).abs() <= tolerance * scale)).all()
+            ):  # the same infinity passes, NaN never does
                 return False
     return True
 
@@ -202,7 +204,9 @@ def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
 
 def _first_examples(inputs: Inputs, count: int) -> Inputs:
     size = batch_size(inputs)
-    out: Inputs = tree_map(lambda t: t[:count] if isinstance(t, Tensor) and t.ndim and t.shape[0] == size else t, inputs)
+    out: Inputs = tree_map(
+        lambda t: t[:count] if isinstance(t, Tensor) and t.ndim and t.shape[0] == size else t, inputs
+    )
     return out if size > count else inputs
 
 

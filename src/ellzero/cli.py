@@ -1,0 +1,307 @@
+"""The command line: `ellzero COMMAND …`, one function per command.
+
+A command is a function with type hints and a docstring, under `@app.command`; its arguments and its help come from
+these. It prints what was asked for to standard output and raises `CommandError` for what the user has to put right,
+which `main` prints as one line. Names as strings end here: below this file, objects are passed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json as json_format
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict, dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Annotated, Any, TextIO, final
+
+import torch
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
+from tyro.extras import SubcommandApp
+
+from ellzero.axes import Axis, Graph, Role
+from ellzero.report import render
+from ellzero.saving import installed_version
+from ellzero.trace import TraceError, as_inputs, trace
+from ellzero.trial import proven
+
+FAILED, BAD_USAGE = 1, 2
+DTYPES = {
+    "float": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int": torch.int64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "bool": torch.bool,
+}
+
+app = SubcommandApp()
+
+
+@final
+class CommandError(Exception):
+    """What the user has to put right, in one line; `code` is what the program exits with."""
+
+    def __init__(self, message: str, code: int = BAD_USAGE) -> None:
+        super().__init__(" ".join(message.split()))
+        self.code = code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: the arguments behind the program's name; those of the process if `None`.
+
+    Returns:
+        The exit code: 0 if all went well, 1 if the model cannot be worked on, 2 for bad usage.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        sys.stdout.write(f"ellzero {installed_version()}\n")
+        return 0
+    description = "Learn sparse PyTorch networks with L0 gates, and get a smaller plain network back."
+    try:
+        app.cli(prog="ellzero", description=description, args=args or ["--help"], config=(FlagCreatePairsOff,))
+    except CommandError as error:
+        sys.stderr.write(f"ellzero: error: {error}\n")
+        return error.code
+    return 0
+
+
+# ---------------------------------------------------------------- inspect
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """A tensor's dimensions that an axis lies on, and on how many of their entries each unit does."""
+
+    tensor: str
+    dims: tuple[int, ...]
+    entries: int
+
+
+@final
+@dataclass(frozen=True)
+class AxisView:
+    """One axis as `inspect` shows it."""
+
+    name: str
+    units: int
+    state: str
+    why: str | None
+    stream: bool
+    can_vanish: bool
+    writes: list[Place]
+    rides: list[Place]
+    reads: list[Place]
+
+
+@app.command
+def inspect(
+    target: Annotated[str, Positional, arg(metavar="MODULE:CALLABLE")],
+    input: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="[DTYPE:]SIZES")] = (),
+    streams: bool = False,
+    json: bool = False,
+) -> None:
+    """Print the axes of a model: what can shrink, what writes and reads it, and why the rest is frozen.
+
+    For example: ellzero inspect my_models:LeNet --input 1,1,28,28
+
+    Args:
+        target: the model: a class or function that gives one when it is called without arguments, or a module itself.
+            MODULE is written as in an import statement, and is looked for in the working directory too.
+        input: sizes of an example input, its batch first; once for each argument of the model. 1,1,28,28 is an image of
+            normal numbers, int:2,128 two rows of token numbers (0s and 1s). DTYPE is float, float16, bfloat16, float64,
+            int, int32 or bool.
+        streams: take residual streams for axes that can shrink, as `attach(…, streams=True)` does.
+        json: print JSON: axes with all tensors that they lie on.
+    """
+    inputs = tuple(example(text) for text in input)
+    if not inputs:
+        raise CommandError("`--input` must be given once for each argument of the model, such as --input 1,1,28,28")
+    model = load_model(target)
+    with _quiet():
+        try:
+            graph = proven(model, trace(model, inputs), as_inputs(inputs))
+        except TraceError as error:
+            raise CommandError(str(error).replace("`example_inputs`", "`--input`"), FAILED) from error
+    views = [_view(axis, streams) for axis in graph.axes]
+    if json:
+        content = {"model": target, "axes": [asdict(v) for v in views], "unreached": list(graph.unreached)}
+        sys.stdout.write(json_format.dumps(content, indent=2) + "\n")
+    else:
+        _print(_table(target, model, graph, views))
+
+
+def _view(axis: Axis, streams: bool) -> AxisView:
+    state, why = "can shrink", None
+    if axis.frozen is not None:
+        state, why = "frozen", axis.frozen
+    elif axis.stream and not streams:
+        state, why = "residual stream", "needs `streams=True`"
+
+    def places(role: Role) -> list[Place]:
+        sites = [s for s in axis.sites if s.role == role]
+        return [Place(s.tensor, s.dims, int((s.units >= 0).sum()) // axis.size) for s in sites]
+
+    lists = places("writes"), places("rides"), places("reads")
+    return AxisView(axis.name, axis.size, state, why, axis.stream, axis.can_vanish, *lists)
+
+
+def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[AxisView]) -> Group:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("axis", "units", "written by", "along with", "read by", "state"):
+        table.add_column(title, overflow="fold")
+    table.columns[1].justify = "right"
+    table.columns[-1].min_width = 30
+    for v in views:
+        writers, readers = _layers(v.writes), _layers(v.reads)
+        others = [name for name in _layers(v.rides) if name not in writers]  # a bias goes without saying
+        state = v.state if v.why is None else f"{v.state}: {v.why}"
+        cells = (v.name, f"{v.units:,}", *("\n".join(_few(names)) for names in (writers, others, readers)))
+        table.add_row(*map(Text, cells), Text(state, "green" if v.state == "can shrink" else ""))
+    free = [v for v in views if v.state == "can shrink"]
+    lines = [f"{len(free)} of {len(views)} axes can shrink, {sum(v.units for v in free):,} units in all."]
+    if graph.unreached:
+        lines.append(f"The example input does not reach {', '.join(_few(graph.unreached))}; they stay as they are.")
+    title = f"{target}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
+    return Group(Text(title, "bold"), table, *map(Text, lines))
+
+
+def _layers(places: Sequence[Place]) -> list[str]:
+    """The layers that own the tensors, `×n` where they see a unit as n entries (a flattened map)."""
+    names = [(p.tensor.rpartition(".")[0] or p.tensor, p.entries if len(p.dims) == 1 else 1) for p in places]
+    return list(dict.fromkeys(name if entries <= 1 else f"{name} ×{entries}" for name, entries in names))
+
+
+def _few(names: Sequence[str], most: int = 6) -> list[str]:
+    return list(names) if len(names) <= most else [*names[: most - 1], f"and {len(names) - most + 1} more"]
+
+
+def _print(content: Any) -> None:
+    if sys.stdout.isatty():
+        Console().print(content)
+    else:
+        sys.stdout.write(render(content) + "\n")
+
+
+# ---------------------------------------------------------------- from words to objects
+
+
+def load_model(target: str) -> nn.Module:
+    """The model that `MODULE:CALLABLE` names.
+
+    Raises:
+        CommandError: there is no such thing, or it is not a model.
+    """
+    where, _, what = target.partition(":")
+    if not where or not what:
+        raise CommandError(
+            f"`MODULE:CALLABLE` must name a module and what is in it, such as my_models:LeNet, got {target!r}"
+        )
+    if where.endswith(".py") or "/" in where:
+        raise CommandError(f"`MODULE` must be written as in an import statement, `a.b` and not `a/b.py`, got {where!r}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{where}.".startswith(f"{error.name}."):
+            raise CommandError(f"there is no module `{error.name}` here or among the installed packages") from error
+        raise CommandError(f"importing `{where}` failed: {_said(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise CommandError(f"importing `{where}` failed: {_said(error)}") from error
+    try:
+        found: Any = reduce(getattr, what.split("."), module)
+    except AttributeError:
+        models = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, nn.Module)]
+        hint = f"; its models are {', '.join(_few(models))}" if models else ""
+        raise CommandError(f"module `{where}` has no `{what}`{hint}") from None
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise CommandError(f"`{target}` must be a model or something that gives one, got {type(found).__name__}")
+        try:
+            found = found()
+        except (Exception, SystemExit) as error:
+            raise CommandError(f"calling `{target}` without arguments failed: {_said(error)}") from error
+    if not isinstance(found, nn.Module):
+        raise CommandError(f"`{target}` must give an nn.Module, got {type(found).__name__}")
+    return found
+
+
+def example(text: str) -> Tensor:
+    """An example input from its description `[DTYPE:]SIZES`.
+
+    Raises:
+        CommandError: it is not one.
+
+    Example:
+        >>> example("int:2,5").shape, example("1,3").dtype
+        (torch.Size([2, 5]), torch.float32)
+    """
+    kind, colon, sizes = text.rpartition(":")
+    dtype = DTYPES.get(kind if colon else "float")
+    if dtype is None:
+        raise CommandError(f"`--input` must have one of the dtypes {', '.join(DTYPES)}, got {kind!r} in {text!r}")
+    shape = [int(size) if size.strip().isdecimal() else 0 for size in sizes.split(",")]
+    if min(shape) < 1:
+        raise CommandError(
+            f"`--input` must be sizes of at least 1 with commas between, such as 1,1,28,28, got {text!r}"
+        )
+    generator = torch.Generator().manual_seed(0)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)  # any embedding has an entry 0 and 1
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch prints and logs while it traces: whatever is of use in it is in the exception."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(_Progress(sys.stderr)):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@final
+class _Progress(io.StringIO):
+    """Lets nothing through but progress lines, which begin with a carriage return."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def write(self, text: str) -> int:
+        if text.startswith("\r"):
+            self.stream.write(text)
+        return len(text)
+
+
+__all__ = ["CommandError", "app", "example", "inspect", "load_model", "main"]

@@ -1,0 +1,630 @@
+"""Recipes: everything that decides how a run comes out, as one value, and the named ones of both papers.
+
+A `Recipe` is plain data (strings, numbers, dictionaries of numbers): it can be read from a TOML file, overridden field
+by field, stored beside a result and compared. Names as strings end with it: `training` turns them into objects. This
+file knows which values make sense, alone and together; it knows nothing of modules, gates or devices.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, Self, final
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run: network, data, objective, optimizer, end. Seeds to repeat it with, device and paths are not part of it.
+
+    The loss is CE + λ·l0_norm with λ = c/N (Louizos et al., eq. 9), or CE + Σ_g λ_g·(cost_g/dense_g − ε_g) with
+    multipliers that rise while the constraint is violated (Gallego-Posada et al., eqs. 5–7), or CE alone without gates.
+
+    Args:
+        name: what the run is called; letters, digits, ".", "_" and "-".
+        network: "lenet300", "lenet5" or "wrn-DEPTH-WIDTH".
+        data: "mnist", "mnist5k", "cifar10" or "cifar100".
+        init: how weights are drawn: `zoo.initialize_2018` or `zoo.initialize_2021`.
+        dropout: rate on the hidden layer of every block of a WRN.
+        placement: where gates go: "shrinkable" or "per_layer"; None for the dense network, trained by the same loop.
+        drop_rates: p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).
+        rule: the gate at test time: "noiseless" (Louizos et al., eq. 13) or "median".
+        penalty: c of λ = c/N, where N is the number of training images; or {pattern: c}. None without one.
+        cost: what the constraint bounds: "l0_norm", "params" or "macs".
+        at_most: ε, a fraction of the dense cost; or {pattern: ε}, a constraint each. None without one.
+        on: whether the multipliers follow the "expected" or the "kept" cost.
+        dual: how they do: "ascent", "nupi" or "extrapolation".
+        dual_lr: their step; the integral gain of "nupi".
+        restarts: with "ascent", whether a multiplier is set to zero where its constraint holds.
+        kp: the proportional gain of "nupi".
+        nu: the smoothing of "nupi".
+        target_warmup: over which fraction of the epochs the target comes down from 1; 0 for at once.
+        optimizer: "adam" or "sgd", for weights and gates.
+        lr: learning rate of the weights.
+        gate_lr: learning rate of the gates; None for that of the weights.
+        momentum: of "sgd".
+        nesterov: whether it is Nesterov's.
+        milestones: epochs after which learning rates are multiplied by `decay`; those beyond the last never come.
+        decay: the factor.
+        decay_gates: whether the gates' learning rate decays too.
+        l2: of ½·l2·‖w‖², which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.
+        l2_gated_factor: `l2` is multiplied by it for gated weights.
+        detach_l2: whether the gates feel nothing of eq. 17.
+        batch: images in a batch.
+        epochs: with gates that learn.
+        ema: decay of the averaged parameters (bias-corrected), which evaluation uses then; None without averaging.
+        scaling: "unit" for pixels in [0, 1], "standard" for mean 0 and deviation 1.
+        augment: whether images are padded by 4, cropped at random and mirrored.
+        samples: L of eq. 9, draws of the gates for each batch.
+        finalize: whether units are closed at the end until the kept cost is within `at_most`.
+        finetune_epochs: further epochs after `epochs`, and after `finalize`, with fixed gates.
+        recalibrate: whether batch-norm statistics are gathered anew with the gates as they are at test time.
+        precision: "float32", or "bfloat16" for autocast.
+        compile: whether `torch.compile` is used; None where it pays.
+        seed: of everything random.
+
+    Raises:
+        ValueError: a value is not what it must be, or two do not go together.
+
+    Example:
+        >>> recipe = get("gallego-mlp").override(at_most=0.2, epochs=100)
+        >>> recipe.at_most, recipe.lr, recipe.drop_rate("fc1")
+        (0.2, 0.0007, 0.2)
+        >>> recipe.override(epoch=100)
+        Traceback (most recent call last):
+        ...
+        ValueError: `epoch` is not a field of a recipe; did you mean `epochs`?
+    """
+
+    name: str
+    # what is trained
+    network: str
+    data: Literal["mnist", "mnist5k", "cifar10", "cifar100"]
+    init: Literal["2018", "2021"] = "2018"
+    dropout: float = 0.0
+    # gates
+    placement: Literal["shrinkable", "per_layer"] | None = "shrinkable"
+    drop_rates: dict[str, float] = field(default_factory=lambda: {"*": 0.5})
+    rule: Literal["noiseless", "median"] = "noiseless"
+    # objective
+    penalty: float | dict[str, float] | None = None
+    cost: Literal["l0_norm", "params", "macs"] = "l0_norm"
+    at_most: float | dict[str, float] | None = None
+    on: Literal["expected", "kept"] = "expected"
+    dual: Literal["ascent", "nupi", "extrapolation"] = "ascent"
+    dual_lr: float = 1e-4
+    restarts: bool = True
+    kp: float = 0.0
+    nu: float = 0.0
+    target_warmup: float = 0.0
+    # optimization
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: float = 1e-3
+    gate_lr: float | None = None
+    momentum: float = 0.9
+    nesterov: bool = False
+    milestones: tuple[int, ...] = ()
+    decay: float = 1.0
+    decay_gates: bool = True
+    l2: float = 0.0
+    l2_gated_factor: float = 1.0
+    detach_l2: bool = False
+    batch: int = 100
+    epochs: int = 200
+    ema: float | None = None
+    scaling: Literal["unit", "standard"] = "standard"
+    augment: bool = False
+    samples: int = 1
+    # the end
+    finalize: bool = False
+    finetune_epochs: int = 0
+    recalibrate: bool = False
+    # how it is run
+    precision: Literal["float32", "bfloat16"] = "float32"
+    compile: bool | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():  # they return the value in its own type: 1 becomes 1.0, a list a tuple
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        for problem in _contradictions(self):
+            raise ValueError(problem)
+
+    # ---- changes ----------------------------------------------------------------------------------------------------
+
+    def override(self, **changes: Any) -> Self:
+        """The recipe with some fields changed.
+
+        Raises:
+            ValueError: there is no such field, or the result is no recipe.
+        """
+        _refuse_unknown(changes)
+        return replace(self, **changes)
+
+    # ---- what it says -----------------------------------------------------------------------------------------------
+
+    def drop_rate(self, gate: str) -> float:
+        """p of the gates with this name.
+
+        Raises:
+            ValueError: no pattern matches.
+
+        Example:
+            >>> get("louizos-mlp").drop_rate("fc3")
+            0.5
+        """
+        for pattern, p in self.drop_rates.items():
+            if fnmatchcase(gate, pattern):
+                return p
+        raise ValueError(f"`drop_rates` must have a pattern for `{gate}`, got {', '.join(map(repr, self.drop_rates))}")
+
+    # ---- as plain data ----------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as what JSON knows; the dictionary is a copy."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            name: dict(value) if isinstance(value, dict) else list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The recipe that `to_dict` made this of. Fields that are missing have their defaults.
+
+        Raises:
+            ValueError: there is no such field, one without a default is missing, or the values are no recipe.
+
+        Example:
+            >>> demo = get("demo")
+            >>> Recipe.from_dict(json.loads(json.dumps(demo.to_dict()))) == demo
+            True
+        """
+        _refuse_unknown(values)
+        missing = [f"`{name}`" for name in _REQUIRED if name not in values]
+        if missing:
+            raise ValueError(f"a recipe must have {', '.join(missing)}, got {', '.join(values) or 'nothing'}")
+        return cls(**values)
+
+    def to_toml(self) -> str:
+        """All fields as a TOML file, which `load_toml` reads; TOML knows no null, so an absent value is "none".
+
+        Example:
+            >>> print(get("demo").to_toml().splitlines()[1])
+            network = "lenet5"
+        """
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in self.to_dict().items())
+
+    def digest(self) -> str:
+        """A hash of all that changes the result: every field but the name. The order of patterns counts.
+
+        Example:
+            >>> demo = get("demo")
+            >>> demo.digest() == demo.override(name="mine").digest() != demo.override(seed=1).digest()
+            True
+        """
+        values = [(name, _pairs(value)) for name, value in sorted(self.to_dict().items()) if name != "name"]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- from text
+
+
+def from_strings(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Values for `Recipe.override` from what was typed: TOML, where quotes around a word may be left out.
+
+    Args:
+        texts: text by the name of the field; "-" may stand for "_".
+
+    Returns:
+        Values by the name of the field. What is no TOML is left as it is, for the recipe to accept or refuse.
+
+    Raises:
+        ValueError: there is no such field.
+
+    Example:
+        >>> from_strings({"gate-lr": "3e-4", "dual": "nupi", "penalty": "none", "at_most": '{"fc1" = 0.2}'})
+        {'gate_lr': 0.0003, 'dual': 'nupi', 'penalty': None, 'at_most': {'fc1': 0.2}}
+    """
+    named = {name.replace("-", "_"): text for name, text in texts.items()}
+    _refuse_unknown(named)
+    return {name: _absent(name, _parse(name, text)) for name, text in named.items()}
+
+
+def load_toml(path: str | PathLike[str]) -> Recipe:
+    r"""Reads a recipe from a TOML file: a key for each field, and `base = "NAME"` to begin with a named recipe.
+
+    Args:
+        path: the file. Its name without the ending is the recipe's, where the file gives none.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not TOML, or not a recipe; the message begins with the file's name.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "half.toml")
+        ...     _ = file.write_text('base = "gallego-mlp"\nat_most = 0.5\n')
+        ...     load_toml(file).name, load_toml(file).at_most
+        ('half', 0.5)
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"`path` must be a TOML file, and there is none at {str(file)!r}")
+    try:
+        values = {"name": file.stem, **tomllib.loads(file.read_text(encoding="utf-8"))}
+        base = values.pop("base", None)
+        _refuse_unknown(values, also=("base",))
+        values = {name: _absent(name, value) for name, value in values.items()}
+        return Recipe.from_dict(values) if base is None else get(base).override(**values)
+    except ValueError as error:  # those of tomllib and of UTF-8 too
+        raise ValueError(f"{file.name}: {error}") from error
+
+
+def get(name: str) -> Recipe:
+    """The recipe of this name in `RECIPES`.
+
+    Raises:
+        ValueError: there is none.
+
+    Example:
+        >>> get("louizos-lenet")
+        Traceback (most recent call last):
+        ...
+        ValueError: `louizos-lenet` is not the name of a recipe; did you mean `louizos-lenet5`?
+    """
+    if isinstance(name, str) and name in RECIPES:
+        return RECIPES[name]
+    raise ValueError(f"`{name}` is not the name of a recipe; {_nearest(str(name), RECIPES)}")
+
+
+def _parse(name: str, text: str) -> Any:
+    text = text.strip()
+    if name in _WORDS and not text.startswith(("'", '"')):
+        return text  # "2018" is a word there
+    if text.lower() in ("true", "false"):
+        text = text.lower()
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        try:
+            return float(text)  # ".5" and "1." are no TOML
+        except ValueError:
+            return text
+    return values["value"] if values.keys() == {"value"} else text  # more keys: a line break was in it
+
+
+def _absent(name: str, value: Any) -> Any:
+    return None if name in _NULLABLE and isinstance(value, str) and value.lower() == "none" else value
+
+
+def _refuse_unknown(values: Iterable[str], also: tuple[str, ...] = ()) -> None:
+    for name in values:
+        if name not in _NAMES:
+            raise ValueError(f"`{name}` is not a field of a recipe; {_nearest(name, (*_NAMES, *also))}")
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name.lower(), valid, n=1)
+    return f"did you mean `{found[0]}`?" if found else f"there are {', '.join(valid)}"
+
+
+def _toml(value: Any) -> str:
+    match value:
+        case None:
+            return '"none"'
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(_toml, value)) + "]"
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+    return repr(value)
+
+
+def _pairs(value: Any) -> Any:
+    return list(value.items()) if isinstance(value, dict) else value
+
+
+# ---------------------------------------------------------------- what a value must be
+
+_Check = Callable[[str, Any], Any]
+_LARGEST = sys.float_info.max
+
+
+def _refusal(name: str, must: str, value: object) -> ValueError:
+    return ValueError(f"`{name}` must be {must}, got {value!r}")
+
+
+def _word(must: str, accepts: Callable[[str], bool]) -> _Check:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or not accepts(value):
+            raise _refusal(name, must, value)
+        return value
+
+    return check
+
+
+def _choice(*options: str) -> _Check:
+    return _word(" or ".join(f'"{option}"' for option in options), lambda word: word in options)
+
+
+def _real(must: str, accepts: Callable[[float], bool]) -> _Check:
+    def check(name: str, value: Any) -> float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not -_LARGEST <= value <= _LARGEST or not accepts(value):  # nan is in no interval
+            raise _refusal(name, must, value)
+        return float(value)
+
+    return check
+
+
+def _whole(least: int) -> _Check:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise _refusal(name, f"an integer of at least {least}", value)
+        return value
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refusal(name, "true or false", value)
+    return value
+
+
+def _optional(check: _Check) -> _Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _by_pattern(check: _Check) -> _Check:
+    def check_all(name: str, value: Any) -> dict[str, float]:
+        if not isinstance(value, Mapping) or not value:
+            raise _refusal(name, "a number for each pattern", value)
+        for pattern in value:
+            if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
+                raise ValueError(f"`{name}` must have patterns as keys, got {pattern!r}")
+        return {pattern: check(f'{name}["{pattern}"]', number) for pattern, number in value.items()}
+
+    return check_all
+
+
+def _one_or_many(check: _Check) -> _Check:
+    many = _by_pattern(check)
+    return lambda name, value: many(name, value) if isinstance(value, Mapping) else check(name, value)
+
+
+def _epochs(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise _refusal(name, "a list of epochs", value)
+    epochs = tuple(_whole(1)(name, epoch) for epoch in value)
+    if list(epochs) != sorted(set(epochs)):
+        raise _refusal(name, "a list of rising epochs", value)
+    return epochs
+
+
+def _is_network(word: str) -> bool:
+    wide = re.fullmatch(r"wrn-([1-9]\d*)-([1-9]\d*)", word)
+    return word in ("lenet300", "lenet5") or (wide is not None and int(wide[1]) >= 10 and int(wide[1]) % 6 == 4)
+
+
+_RATE = _real("a number in [0, 1)", lambda x: 0 <= x < 1)
+_POSITIVE = _real("a positive number", lambda x: x > 0)
+_NOT_NEGATIVE = _real("a number of at least 0", lambda x: x >= 0)
+_CHECKS: dict[str, _Check] = {
+    "name": _word(
+        'letters, digits, ".", "_" and "-", and begin with one of the first two',
+        lambda word: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", word) is not None,
+    ),
+    "network": _word('"lenet300", "lenet5" or "wrn-DEPTH-WIDTH" with depth 10, 16, 22, 28, ...', _is_network),
+    "data": _choice("mnist", "mnist5k", "cifar10", "cifar100"),
+    "init": _choice("2018", "2021"),
+    "dropout": _RATE,
+    "placement": _optional(_choice("shrinkable", "per_layer")),
+    "drop_rates": _by_pattern(_real("a number in (0, 1)", lambda x: 0 < x < 1)),
+    "rule": _choice("noiseless", "median"),
+    "penalty": _optional(_one_or_many(_NOT_NEGATIVE)),
+    "cost": _choice("l0_norm", "params", "macs"),
+    "at_most": _optional(_one_or_many(_real("a fraction of the dense cost in (0, 1]", lambda x: 0 < x <= 1))),
+    "on": _choice("expected", "kept"),
+    "dual": _choice("ascent", "nupi", "extrapolation"),
+    "dual_lr": _POSITIVE,
+    "restarts": _flag,
+    "kp": _NOT_NEGATIVE,
+    "nu": _real("a number in (-1, 1)", lambda x: -1 < x < 1),
+    "target_warmup": _real("a fraction of the epochs in [0, 1]", lambda x: 0 <= x <= 1),
+    "optimizer": _choice("adam", "sgd"),
+    "lr": _POSITIVE,
+    "gate_lr": _optional(_POSITIVE),
+    "momentum": _RATE,
+    "nesterov": _flag,
+    "milestones": _epochs,
+    "decay": _real("a factor in (0, 1]", lambda x: 0 < x <= 1),
+    "decay_gates": _flag,
+    "l2": _NOT_NEGATIVE,
+    "l2_gated_factor": _NOT_NEGATIVE,
+    "detach_l2": _flag,
+    "batch": _whole(1),
+    "epochs": _whole(1),
+    "ema": _optional(_real("a number in (0, 1)", lambda x: 0 < x < 1)),
+    "scaling": _choice("unit", "standard"),
+    "augment": _flag,
+    "samples": _whole(1),
+    "finalize": _flag,
+    "finetune_epochs": _whole(0),
+    "recalibrate": _flag,
+    "precision": _choice("float32", "bfloat16"),
+    "compile": _optional(_flag),
+    "seed": _whole(0),
+}
+_NAMES = tuple(f.name for f in fields(Recipe))
+_REQUIRED = tuple(f.name for f in fields(Recipe) if f.default is MISSING and f.default_factory is MISSING)
+_NULLABLE = frozenset(f.name for f in fields(Recipe) if "None" in str(f.type))
+_WORDS = frozenset(f.name for f in fields(Recipe) if str(f.type).startswith(("str", "Literal")))
+
+
+def _contradictions(recipe: Recipe) -> Iterable[str]:
+    """What does not go together, field by field valid."""
+    r = recipe
+    if r.data.startswith("mnist") != r.network.startswith("lenet"):
+        yield f"`data` must be MNIST for a LeNet and CIFAR for a WRN, got {r.data!r} for {r.network!r}"
+    if r.dropout and r.network.startswith("lenet"):
+        yield f"`dropout` must be 0 for {r.network!r}, which has none, got {r.dropout}"
+    if r.penalty is not None and r.at_most is not None:
+        yield f'`at_most` and `penalty` exclude each other, got {r.at_most} and {r.penalty}; set one to "none"'
+    gates = r.placement is not None
+    if gates and r.penalty is None and r.at_most is None:
+        yield '`at_most` or `penalty` must be given, got neither; `placement = "none"` trains the dense network'
+    for name in ("penalty", "at_most"):
+        if not gates and getattr(r, name) is not None:
+            yield f"`{name}` must be absent without gates (`placement`), got {getattr(r, name)}"
+    constrained = r.at_most is not None
+    for name, allowed, why in (
+        ("finalize", constrained, "without `at_most`, its target"),
+        ("target_warmup", constrained, "without `at_most`, the target that would come down"),
+        ("finetune_epochs", gates, "without gates (`placement`): they are epochs with fixed gates"),
+        ("kp", r.dual == "nupi", f"with `dual` {r.dual!r}: it is a gain of 'nupi'"),
+        ("nu", r.dual == "nupi", f"with `dual` {r.dual!r}: it belongs to 'nupi'"),
+        ("nesterov", r.optimizer == "sgd" and r.momentum > 0, "without SGD and its `momentum`"),
+    ):
+        if getattr(r, name) and not allowed:
+            yield f"`{name}` must be {type(getattr(r, name))()} {why}, got {getattr(r, name)}"
+
+
+# ---------------------------------------------------------------- the papers'
+
+
+def _papers() -> Iterable[Recipe]:
+    mlp = {"fc1": 0.2, "fc2": 0.5, "fc3": 0.5}
+    louizos = Recipe(  # Louizos et al. (2018), section 4.1, and their code
+        name="louizos-mlp",
+        network="lenet300",
+        data="mnist",
+        init="2018",
+        placement="per_layer",
+        drop_rates=mlp,
+        rule="noiseless",
+        penalty=0.1,
+        optimizer="adam",
+        lr=1e-3,
+        batch=100,
+        epochs=200,
+        ema=0.999,
+        scaling="unit",
+    )
+    yield louizos
+    # The paper does not give its λs for the MLP, nor does any later one. These are ours: a place to search from.
+    yield louizos.override(name="louizos-mlp-sep", penalty={"fc1": 0.1, "fc2": 1.0, "fc3": 3.0})
+    lenet = louizos.override(name="louizos-lenet5", network="lenet5", drop_rates={"*": 0.5})
+    yield lenet
+    # As Li & Ji (2019, L0-ARM) give them; the paper itself names 10 and 0.5, for the convolutions.
+    yield lenet.override(name="louizos-lenet5-sep", penalty={"conv1": 10, "conv2": 0.5, "fc1": 0.1, "fc2": 10})
+
+    gallego = louizos.override(  # Gallego-Posada et al. (2021), section 4, and their code
+        name="gallego-mlp",
+        init="2021",
+        rule="median",
+        penalty=None,
+        at_most=0.33,
+        dual="ascent",
+        dual_lr=1e-4,
+        restarts=True,
+        lr=7e-4,
+        batch=128,
+        ema=None,
+        scaling="standard",
+    )
+    yield gallego
+    yield gallego.override(name="gallego-mlp-layers", at_most={"fc1": 0.3, "fc2": 0.3, "fc3": 0.3})
+    lenet = gallego.override(name="gallego-lenet5", network="lenet5", drop_rates={"*": 0.5}, at_most=0.1)
+    yield lenet
+    layers = {"conv1": 0.5, "conv2": 0.3, "fc1": 0.7, "fc2": 0.1}
+    yield lenet.override(name="gallego-lenet5-layers", at_most=layers)
+
+
+def _wide() -> Iterable[Recipe]:
+    """WRN-28-10 on CIFAR, gates on the hidden layer of each block.
+
+    `per_layer` cannot tell the writers of a residual stream apart, and `shrinkable` finds just these gates. Its
+    `l0_norm` counts the weights that read a map, where the papers count those that write it: the two differ in the
+    first block of each group, which has fewer channels coming in.
+    """
+    dense = Recipe(  # Zagoruyko & Komodakis (2016)
+        name="wrn-cifar10",
+        network="wrn-28-10",
+        data="cifar10",
+        placement=None,
+        optimizer="sgd",
+        lr=0.1,
+        momentum=0.9,
+        nesterov=True,
+        milestones=(60, 120, 160),
+        decay=0.2,
+        l2=5e-4,
+        batch=128,
+        epochs=200,
+        scaling="standard",
+        augment=True,
+    )
+    louizos = dense.override(  # Louizos et al. (2018), section 4.2: their own L2 on gated weights, ÷ 0.7
+        placement="shrinkable", drop_rates={"*": 0.3}, penalty=0.001, l2_gated_factor=1 / 0.7, ema=0.99
+    )
+    gallego = dense.override(  # the 2022 code of Gallego-Posada et al.: gates by SGD of their own, never decayed
+        init="2021",
+        placement="shrinkable",
+        drop_rates={"*": 0.3},
+        rule="median",
+        at_most=_blocks(0.7),
+        dual_lr=7e-4,
+        gate_lr=6.0,
+        decay_gates=False,
+        detach_l2=True,
+    )
+    for data in ("cifar10", "cifar100"):
+        yield dense.override(name=f"wrn-{data}", data=data)
+        yield dense.override(name=f"wrn-dropout-{data}", data=data, dropout=0.3)
+        for c in (0.001, 0.002):
+            yield louizos.override(name=f"louizos-wrn-{c}-{data}", data=data, penalty=c)
+        for percent in (80, 70, 50, 35, 20):
+            yield gallego.override(name=f"gallego-wrn-{percent}-{data}", data=data, at_most=_blocks(percent / 100))
+
+
+def _blocks(at_most: float) -> dict[str, float]:
+    return {f"blocks.{block}.conv1": at_most for block in range(12)}
+
+
+# Not a paper's: a network of a fifth of the MACs, on the images that come with the library, in a minute or two.
+_DEMO = Recipe(
+    name="demo",
+    network="lenet5",
+    data="mnist5k",
+    drop_rates={"*": 0.5},
+    cost="macs",
+    at_most=0.2,
+    on="kept",
+    dual="nupi",
+    dual_lr=1e-2,
+    kp=3.0,
+    target_warmup=0.3,
+    lr=1e-3,
+    gate_lr=1e-2,
+    batch=100,
+    epochs=30,
+    finalize=True,
+    finetune_epochs=5,
+)
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (_DEMO, *_papers(), *_wide())}

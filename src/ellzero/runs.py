@@ -1,0 +1,159 @@
+"""Several training runs of one network as one module: the same step for one run and for forty.
+
+A small network leaves a GPU idle. Runs that differ in seed, λ, ε and the mask of their constraints share every
+operation: each parameter gets a leading dimension, one slice per run, and `torch.func.vmap` runs the gated network
+over the slices. Runs never mix, so a run in a stack is the run alone, to rounding. This file knows what one step
+computes; it does not know data, optimizers' settings or epochs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from ellzero import costs
+from ellzero.gated import Gated
+
+
+class Objective(nn.Module):
+    """One run's forward as a module, so that its weights *and* its gates are parameters of one call.
+
+    Returns the task loss of a batch, and the cost vector: `l0_norm` of each set of gates, then `params` and `macs`
+    where asked for, all as fractions of the dense cost of that part, expected; and the same as kept now.
+    """
+
+    def __init__(self, gated: Gated | None, model: nn.Module, parts: Sequence[tuple[costs.Cost, str | None]]) -> None:
+        super().__init__()
+        self.network = model if gated is None else gated
+        self.gated = gated is not None
+        self.parts = tuple(parts)
+        self.dense = [costs.dense(c, gated, only) for c, only in parts] if gated is not None else []
+
+    def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.network(x, gate_noise=noise) if self.gated else self.network(x)
+        return F.cross_entropy(logits, y), self.costs()
+
+    def logits(self, x: Tensor) -> Tensor:
+        out: Tensor = self.network(x)
+        return out
+
+    def costs(self) -> Tensor:
+        """The fractions of the dense cost, one per part, in expectation."""
+        if not self.parts:
+            return torch.zeros(0, device=next(self.network.parameters()).device)
+        gated: Any = self.network
+        return torch.stack([_call(c, gated, only) / d for (c, only), d in zip(self.parts, self.dense, strict=True)])
+
+    def kept(self) -> Tensor:
+        """The same with the test-time gates. The formula of the expectation at 0 and 1: exact but for padded groups."""
+        gated: Any = self.network
+        with torch.no_grad(), gated.assuming(gated.opens().to(gated.tables["ends"])):
+            return self.costs()
+
+
+def _call(cost: costs.Cost, gated: Gated, only: str | None) -> Tensor:
+    return cost(gated) if only is None else cost(gated, only=only)
+
+
+class _Evaluation(nn.Module):
+    """Calls another method of an `Objective` under `functional_call`."""
+
+    def __init__(self, objective: Objective, method: str) -> None:
+        super().__init__()
+        self.objective, self.method = objective, method
+
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = getattr(self.objective, self.method)(*args)
+        return out
+
+
+class Runs(nn.Module):
+    """One run, or a stack of them.
+
+    Args:
+        objectives: one per run, of equal architecture.
+    """
+
+    def __init__(self, objectives: Sequence[Objective]) -> None:
+        super().__init__()
+        self.size = len(objectives)
+        first = objectives[0]
+        if self.size > 1 and any(True for _ in first.buffers()):
+            raise ValueError(
+                "a network with buffers (batch norm) cannot be stacked: train its seeds one after the other"
+            )
+        # In a list, so that the template's own parameters are not those of this module when there is a stack.
+        self._template = [first]
+        self.alone = first if self.size == 1 else None
+        self.keys = [name for name, _ in first.named_parameters()]
+        if self.size > 1:
+            members = [dict(o.named_parameters()) for o in objectives]
+            for name in self.keys:
+                self.register_parameter(
+                    name.replace(".", "|"), nn.Parameter(torch.stack([m[name].detach() for m in members]))
+                )
+
+    @property
+    def template(self) -> Objective:
+        return self._template[0]
+
+    def values(self) -> dict[str, Tensor]:
+        """All parameters by the name they have in one run, with the leading dimension of the stack (if there is
+        one).
+        """
+        if self.alone is not None:
+            return dict(self.alone.named_parameters())
+        return {name: self.get_parameter(name.replace(".", "|")) for name in self.keys}
+
+    def gates_and_weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters in two groups."""
+        members: dict[str, Any] = self.values()
+        gates = [p for n, p in members.items() if n.startswith("network.gates.")]
+        return gates, [p for n, p in members.items() if not n.startswith("network.gates.")]
+
+    def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Task loss (runs,) and cost fractions (runs, parts) of one batch for each run: `x` is (runs, batch, …)."""
+        if self.alone is not None:
+            loss, cost = self.alone(x[0], y[0], noise[0])
+            return loss[None], cost[None]
+        out: tuple[Tensor, Tensor] = vmap(self._one, randomness="different")(self.values(), x, y, noise)
+        return out
+
+    def _one(self, values: dict[str, Tensor], *args: Tensor) -> Any:
+        return functional_call(self.template, values, args)
+
+    def evaluate(self, method: str, *args: Tensor, values: dict[str, Tensor] | None = None) -> Tensor:
+        """A method of every run's objective (`logits` of the same images, `kept` costs, …), stacked."""
+        call = _Evaluation(self.template, method)
+        values = {f"objective.{n}": v for n, v in (self.values() if values is None else values).items()}
+        if self.size == 1:
+            alone: Tensor = functional_call(call, values, args)
+            return alone[None]
+        one: Callable[..., Tensor] = lambda v, *a: functional_call(call, v, a)  # noqa: E731
+        out: Tensor = vmap(one, in_dims=(0, *[None] * len(args)))(values, *args)
+        return out
+
+    def network(self, run: int, values: dict[str, Tensor] | None = None) -> nn.Module:
+        """A copy of one run's network (a `Gated`, unless dense) with its parameters."""
+        out = copy.deepcopy(self.template.network)
+        own = dict(out.named_parameters())
+        with torch.no_grad():
+            for name, value in (self.values() if values is None else values).items():
+                own[name.removeprefix("network.")].copy_(value if self.size == 1 else value[run])
+        return out
+
+    def train(self, mode: bool = True) -> Runs:
+        super().train(mode)
+        self.template.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.template._apply(fn)  # type: ignore[no-untyped-call]
+        return self
