@@ -9,6 +9,7 @@ import json
 import os
 import random
 import resource
+import stat
 import subprocess
 import sys
 from collections import OrderedDict
@@ -19,9 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import ellzero as l0
 from ellzero import checkpoint
 from ellzero.checkpoint import CheckpointError, latest, load, random_state, save, set_random_state, steps
 from ellzero.recipes import get
@@ -59,7 +61,17 @@ def test_plain_data_and_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Pat
         "dtypes": [numbers.to(dtype) for dtype in dtypes],
         "shapes": (torch.tensor(3.0), torch.zeros(0), torch.zeros(2, 0, 3), numbers.t(), numbers[:, ::2]),
         "bits": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
-        "keys": {0: "int", "0": "str", "a.b": 1, "a": {"b": 2}, "": 3, "tensor": 4, "dict": [], "tuple": ()},
+        "keys": {
+            0: "int",
+            "0": "str",
+            None: "none",
+            "a.b": 1,
+            "a": {"b": 2},
+            "": 3,
+            "tensor": 4,
+            "dict": [],
+            "tuple": (),
+        },
         "floats": [0.1, 1e-320, float("inf"), float("nan"), -0.0, 1 / 3],
         "plain": [None, True, False, 2**70, -1, 'quote " and ü\n', [], {}, ((1, (2.0,)), [3])],
     }
@@ -69,28 +81,34 @@ def test_plain_data_and_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Pat
     assert (found.step, found.messages) == (7, ())
 
 
-def test_optimizer_constraint_and_network_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    def run(folder: Path | None) -> list[Tensor]:
+def test_network_gates_multipliers_and_optimizer_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    def parts() -> tuple[l0.Gated, l0.Constraint, torch.optim.Optimizer]:
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+        gated = l0.attach(net, (torch.randn(2, 4),))
+        return gated, l0.Constraint(l0.params, at_most=0.5, dual=l0.NuPI(kp=1.0)), torch.optim.Adam(gated.parameters())
+
+    def run(folder: Path | None) -> list[Any]:
         torch.manual_seed(3)
-        net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-        optimizer = torch.optim.Adam([{"params": net[0].parameters(), "lr": 0.1}, {"params": net[2].parameters()}])
+        gated, budget, adam = parts()
         for step in range(6):
             if step == 3 and folder is not None:
-                everything = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "random": random_state()}
-                save(folder, everything, step=step)
+                everything = {"gated": gated.state_dict(), "budget": budget.state_dict(), "adam": adam.state_dict()}
+                save(folder, everything | {"random": random_state()}, step=step)
                 torch.manual_seed(99)
-                net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
-                optimizer = torch.optim.Adam([{"params": net[0].parameters()}, {"params": net[2].parameters()}])
+                gated, budget, adam = parts()
                 found = load(folder).state
-                net.load_state_dict(found["net"])
-                optimizer.load_state_dict(found["optimizer"])
+                for part, name in ((gated, "gated"), (budget, "budget"), (adam, "adam")):
+                    part.load_state_dict(found[name])
                 set_random_state(found["random"])
-            optimizer.zero_grad()
-            net(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        return list(net.state_dict().values())
+            adam.zero_grad()
+            (gated(torch.randn(8, 4)).square().mean() + budget(gated)).backward()
+            adam.step()
+            budget.ascend()
+        return [list(gated.state_dict().values()), budget.multiplier, budget.violation]
 
-    assert same(run(None), run(tmp_path))
+    whole = run(None)
+    assert float(whole[1]) > 0
+    assert same(run(tmp_path), whole)
 
 
 def test_a_checkpoint_does_not_follow_the_live_tensors_or_the_file(tmp_path: Path) -> None:
@@ -115,7 +133,7 @@ def test_any_tool_can_open_it_and_there_is_no_pickle_in_it(tmp_path: Path) -> No
         ({"a": {"b": [1, object()]}}, r"`state.a.b.1` must be a tensor or plain data, got object"),
         ({"a": np.ones(2)}, r"`state.a` must be a tensor or plain data, got ndarray"),
         ({"a": b"bytes"}, r"`state.a` must be a tensor or plain data, got bytes"),
-        ({"a": {1.5: 0}}, r"`state.a` must have keys of str or int, got 1.5"),
+        ({"a": {1.5: 0}}, r"`state.a` must have keys of str, int or None, got 1.5"),
         ({"a": torch.eye(2).to_sparse()}, r"`state.a` must be a plain dense tensor, got one that is torch.sparse_coo"),
         ({"a": torch.empty(2, device="meta")}, r"`state.a` must be a plain dense tensor, got .* on meta"),
         ([1], r"`state` must be a dictionary, got list"),
@@ -223,10 +241,7 @@ def test_where_there_is_none_or_a_foreign_file_it_says_so(tmp_path: Path) -> Non
             CheckpointError, match=r"^`path` must be a checkpoint or a folder with one, and there is none"
         ):
             load(path)
-    nn_file = tmp_path / "step-000000001.safetensors"
-    from safetensors.torch import save_file
-
-    save_file({"w": torch.ones(1)}, nn_file)
+    save_file({"w": torch.ones(1)}, tmp_path / "step-000000001.safetensors")
     with pytest.raises(CheckpointError, match=r"its header says format None, not 'ellzero.checkpoint'"):
         load(tmp_path)
 
@@ -388,7 +403,7 @@ def test_bytes_reach_the_disk_before_the_name_and_the_name_before_an_older_one_g
         monkeypatch.setattr(os, name, call)
 
     def kind(handle: int) -> str:
-        return "folder" if os.path.isdir(f"/proc/self/fd/{handle}") else "file"
+        return "folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file"
 
     watched("write", lambda handle, _: kind(handle))
     watched("fsync", kind)
@@ -518,7 +533,9 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     draws()  # an odd number of normal draws: half of a pair is in the state
     save(tmp_path, {"random": random_state()}, step=1)
     expected = draws()
-    random.seed(5), np.random.seed(5), torch.manual_seed(5)  # type: ignore[func-returns-value] # noqa: B018, NPY002
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    torch.manual_seed(5)
     assert not same(draws(), expected)
     set_random_state(load(tmp_path).state["random"])
     assert same(draws(), expected)

@@ -516,8 +516,8 @@ def test_the_generator_is_used_at_once_and_as_much_for_every_start() -> None:
 def test_ranks_share_an_epoch(n: int, ranks: int) -> None:
     x, y = numbered(n)
     options = {"pad": 1, "flip": True, "ranks": ranks}
-    shares = [list(batches(x, y, 2, generator=epoch_generator(0, 0), rank=r, **options)) for r in range(ranks)]
-    assert {len(share) for share in shares} == {batch_count(n, 2, ranks=ranks)}
+    shares = [list(batches(x, y, 3, generator=epoch_generator(0, 0), rank=r, **options)) for r in range(ranks)]
+    assert {len(share) for share in shares} == {batch_count(n, 3, ranks=ranks)}
     numbers = [int(i) for share in shares for _, b in share for i in b]
     assert len(set(numbers)) == len(numbers) == n // ranks * ranks
     alone = batches(x, y, 1, generator=epoch_generator(0, 0), pad=1, flip=True)

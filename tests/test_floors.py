@@ -12,7 +12,7 @@ FLOORS = [
     "placements liveness census gated",  # 3: attachment
     "costs objectives",  # 4: what it costs
     "compact saving report",  # 5: the way out
-    "zoo data recipes runs training checkpoint page cli __main__",  # 6: experiments
+    "zoo data recipes runs training reproduce checkpoint page cli __main__",  # 6: experiments
     "__init__",
 ]
 ORDER = " ".join(FLOORS).split()

@@ -59,6 +59,7 @@ def test_residual_stream_with_its_buffers() -> None:
     assert not axes["conv1"].stream
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True, database=None, phases=[Phase.generate])
 @given(drawn_networks())
 def test_random_networks_have_the_units_of_their_program(model: Drawn) -> None:

@@ -76,7 +76,7 @@ def save(
 
     Args:
         folder: where to; made if it does not exist.
-        state: nested dictionaries (keys: str or int), lists and tuples of tensors, str, int, float, bool and None.
+        state: nested dictionaries (keys: str, int, None), lists and tuples of tensors, str, int, float, bool and None.
         step: number of the checkpoint; the highest is the newest. One with the same number is replaced.
         recipe_digest: says which recipe the state belongs to; `load` refuses another.
         recipe: the recipe as plain data (`Recipe.to_dict()`, or a list of them), to say then in what they differ.
@@ -309,8 +309,8 @@ def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-# JSON knows no tuples, no integer keys and no tensors: dictionaries are stored as {"dict": [[key, value], ...]}, tuples
-# as {"tuple": [...]}, tensors as {"tensor": name}. Floats survive: Python writes as many digits as it takes.
+# JSON knows no tuples, no tensors and no keys but strings: dictionaries are stored as {"dict": [[key, value], ...]},
+# tuples as {"tuple": [...]}, tensors as {"tensor": name}. Floats survive: Python writes as many digits as it takes.
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -325,8 +325,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             return {"tensor": name}
         case Mapping():
             for key in value:
-                if type(key) not in (str, int):
-                    raise TypeError(f"`{path}` must have keys of str or int, got {key!r}")
+                if type(key) not in (str, int, type(None)):
+                    raise TypeError(f"`{path}` must have keys of str, int or None, got {key!r}")
             return {"dict": [[key, _flatten(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
         case tuple():
             return {"tuple": [_flatten(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]}

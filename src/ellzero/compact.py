@@ -239,6 +239,7 @@ def _refilled(gated: Gated, *, closed: Tensor, opens: Tensor, cost: Cost, only: 
     used is error for nothing.
     """
     evidence = gated.evidence()
+    candidates = closed.clone()
     current = _kept(gated, opens, cost, only)
     while bool(closed.any()):
         price = _savings(gated, opens, cost, only)
@@ -253,6 +254,15 @@ def _refilled(gated: Gated, *, closed: Tensor, opens: Tensor, cost: Cost, only: 
             opens[best] = False
         else:
             current = now
+    # A closed unit that fills up a group of a convolution is there anyway and costs less than its gradient says: open it.
+    more = bool(gated.graph.balances)
+    while more:
+        more = False
+        for k in torch.argsort(evidence, descending=True).tolist():
+            if candidates[k] and not opens[k]:
+                opens[k] = True
+                opens[k] = fits = _kept(gated, opens, cost, only) <= target
+                more |= fits
     return opens
 
 

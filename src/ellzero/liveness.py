@@ -22,6 +22,15 @@ from ellzero.axes import Graph, Labels
 from ellzero.placements import Placement
 
 
+def product(x: Tensor, dim: int) -> Tensor:
+    """Π along one dimension, by halves. `torch.prod` looks for zeros in its backward, which makes a GPU wait."""
+    while x.shape[dim] > 1:
+        half = x.shape[dim] // 2
+        pairs = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
+        x = pairs if x.shape[dim] == 2 * half else torch.cat([pairs, x.narrow(dim, 2 * half, 1)], dim)
+    return x.squeeze(dim)
+
+
 @dataclass(frozen=True, eq=False)
 class Column:
     """Unstructured gates of one weight seen from its contracting dimension: an input is read if any gate of its
@@ -68,21 +77,21 @@ class Liveness:
         parts = [p]
         for c in self.columns:
             block = p[c.start : c.start + prod(c.shape)].reshape(c.shape).movedim(c.dim, 0).reshape(c.shape[c.dim], -1)
-            parts.append(1 - (1 - block).prod(1))
+            parts.append(1 - product(1 - block, 1))
         return torch.cat([*parts, tables["ends"]])
 
     def units(self, extended: Tensor, tables: dict[str, Tensor]) -> Tensor:
         """P(alive) of every unit of the graph."""
         alive = extended[tables["common"]]
-        alive = alive[:, 0] if self.common.shape[1] == 1 else alive.prod(1)
+        alive = alive[:, 0] if self.common.shape[1] == 1 else product(alive, 1)
         if len(self.several):
-            read = 1 - (1 - extended[tables["rest"]].prod(2)).prod(1)
+            read = 1 - product(1 - product(extended[tables["rest"]], 2), 1)
             alive = alive.index_put((tables["several"],), alive[tables["several"]] * read)
         return alive
 
     def inputs(self, extended: Tensor, tables: dict[str, Tensor]) -> list[Tensor]:
         """P(open) of every input of each weight that gets a `Select`."""
-        return [extended[tables[f"entries {name}"]].prod(1) for name in self.entries]
+        return [product(extended[tables[f"entries {name}"]], 1) for name in self.entries]
 
 
 def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:

@@ -21,6 +21,9 @@ from ellzero import costs
 from ellzero.gated import Gated
 
 
+WATCHED = (costs.l0_norm, costs.params, costs.macs)
+
+
 class Objective(nn.Module):
     """One run's forward as a module, so that its weights *and* its gates are parameters of one call.
 
@@ -34,6 +37,7 @@ class Objective(nn.Module):
         self.gated = gated is not None
         self.parts = tuple(parts)
         self.dense = [costs.dense(c, gated, only) for c, only in parts] if gated is not None else []
+        self.whole = [costs.dense(c, gated) for c in WATCHED] if gated is not None else []
 
     def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.network(x, gate_noise=noise) if self.gated else self.network(x)
@@ -55,6 +59,15 @@ class Objective(nn.Module):
         gated: Any = self.network
         with torch.no_grad(), gated.assuming(gated.opens().to(gated.tables["ends"])):
             return self.costs()
+
+    def watched(self) -> Tensor:
+        """`l0_norm`, `params` and `macs` as fractions of dense: expected, then as kept now."""
+        gated: Any = self.network
+        with torch.no_grad():
+            expected = [c(gated) / d for c, d in zip(WATCHED, self.whole, strict=True)]
+            with gated.assuming(gated.opens().to(gated.tables["ends"])):
+                kept = [c(gated) / d for c, d in zip(WATCHED, self.whole, strict=True)]
+        return torch.stack([torch.stack(expected), torch.stack(kept)])
 
 
 def _call(cost: costs.Cost, gated: Gated, only: str | None) -> Tensor:

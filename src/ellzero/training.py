@@ -97,8 +97,9 @@ class Trainer:
     def _parts(self, gated: Gated | None) -> list[tuple[costs.Cost, str | None]]:
         if gated is None:
             return []
+        cost = COSTS[self.recipe.cost]
         by_gates: list[tuple[costs.Cost, str | None]] = [(costs.l0_norm, name) for name, _ in gated.named_gates()]
-        return [*by_gates, (costs.params, None), (costs.macs, None)]
+        return by_gates if cost is costs.l0_norm else [*by_gates, (cost, None)]
 
     def _objective(self) -> None:
         """Penalty, constraints and targets of every run as tensors over the cost vector."""
@@ -121,7 +122,7 @@ class Trainer:
                     chosen = torch.tensor([fnmatchcase(str(name), pattern) for name in names])
                     member[run, g, : len(names)] = dense[: len(names)] * chosen / (dense[: len(names)] * chosen).sum()
                 else:
-                    member[run, g, len(names) + ["params", "macs"].index(recipe.cost)] = 1
+                    member[run, g, len(names)] = 1
         self.penalty, self.member, self.target = (t.to(self.device, torch.float32) for t in (penalty, member, target))
         self.multiplier = torch.zeros(size, count, device=self.device)
         self.dual = self._dual()
@@ -282,8 +283,7 @@ class Trainer:
             wrong += (logits.argmax(-1) != y).sum(1)
         out = {"error": 100 * wrong / len(self.data.test_y)}
         if self.parts:
-            out["expected"] = self.runs.evaluate("costs", values=values)
-            out["kept"] = self.runs.evaluate("kept", values=values)
+            out["expected"], out["kept"] = self.runs.evaluate("watched", values=values).unbind(1)
         return out
 
     def network(self, run: int) -> nn.Module:
@@ -342,12 +342,11 @@ class Trainer:
     def note(self, losses: Sequence[float], seconds: float, log: Callable[[dict[str, Any]], None] | None) -> None:
         """Evaluates every run and adds a record of each to the history."""
         seen = {k: v.tolist() for k, v in self.evaluate(10_000 if self.device.type == "cuda" else 1000).items()}
-        names = [f"{getattr(c, '__name__', c)} {only}" if only else c.__name__ for c, only in self.parts]  # type: ignore[attr-defined]
         for run, recipe in enumerate(self.recipes):
             record: dict[str, Any] = {"epoch": self.epoch, "run": recipe.name, "seed": recipe.seed, "seconds": seconds}
             record |= {"loss": losses[run], "error": seen["error"][run], "tuning": self.tuning}
             if self.parts:
-                record |= {k: dict(zip(names, seen[k][run], strict=True)) for k in ("expected", "kept")}
+                record |= {k: dict(zip(COSTS, seen[k][run], strict=True)) for k in ("expected", "kept")}
                 record["multiplier"] = self.multiplier[run].tolist()
             self.history.append(record)
             if log is not None:
