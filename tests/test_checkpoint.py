@@ -435,15 +435,19 @@ def child(folder, first, size, fatal, after):
             countdown[0] -= 1
             if countdown[0] == 0 and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = original(*args, **kwargs)
-            if countdown[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if countdown[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
         setattr(os, name, call)
     for name in ("open", "write", "fsync", "replace", "unlink"):
         deadly(name)
-    for step in range(first, first + 10**6):
-        checkpoint.save(folder, state(step, size), step=step, keep=2)
+    try:
+        for step in range(first, first + 1000):  # an end, should the parent be gone
+            checkpoint.save(folder, state(step, size), step=step, keep=2)
+    finally:
+        os._exit(1)
 
 def examine(folder, size):
     names = sorted(os.listdir(folder))

@@ -212,8 +212,9 @@ def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fra
         if not bool(may.any()):
             _, layers = floor(cost, gated, only, kept=True)
             raise ValueError(
-                f"`at_most` must be at least {fraction * current / target:.4g} of the dense cost, what is left with all but "
-                f"the last units closed, got {fraction:g}" + (f"; it is in {', '.join(layers[:5])}" if layers else "")
+                f"`at_most` must be at least {fraction * current / target:.4g} of the dense cost, what is left with "
+                f"all but the last units closed, got {fraction:g}"
+                + (f"; it is in {', '.join(layers[:5])}" if layers else "")
             )
         fits = may & (saving <= current - target)  # near the end, smaller units instead of one that overshoots
         may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
@@ -254,7 +255,7 @@ def _refilled(gated: Gated, *, closed: Tensor, opens: Tensor, cost: Cost, only: 
             opens[best] = False
         else:
             current = now
-    # A closed unit that fills up a group of a convolution is there anyway and costs less than its gradient says: open it.
+    # A closed unit that fills up a group of a convolution is there anyway, and costs less than its gradient says.
     more = bool(gated.graph.balances)
     while more:
         more = False

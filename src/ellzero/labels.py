@@ -1,11 +1,13 @@
 """How labels move through shapes: the algebra that every rule in `layers.py` is written in.
 
-A `Value` is a tensor of the traced forward without its numbers: its shape, and for each dimension that carries units the atoms at
-its entries. A label usually lies along one dimension; after a reshape it may lie on several at once ("joint": the two halves of
-a channel shuffle, the three dimensions of a pixel shuffle). A dimension without a label is *plain*: batch, time, space.
+A `Value` is a tensor of the traced forward without its numbers: its shape, and for each dimension that carries units
+the atoms at its entries. A label usually lies along one dimension; after a reshape it may lie on several at once
+("joint": the two halves of a channel shuffle, the three dimensions of a pixel shuffle). A dimension without a label
+is *plain*: batch, time, space.
 
-The invariant that makes the result sound: an operation either carries every label of its inputs to all entries of the output that
-depend on the unit, or consumes it by a weight's contracting dimension, or freezes it. Nothing here knows an operation's name.
+The invariant that makes the result sound: an operation either carries every label of its inputs to all entries of the
+output that depend on the unit, or consumes it by a weight's contracting dimension, or freezes it. Nothing here knows
+an operation's name.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def solid(ties: Ties, value: Value, dim: int) -> Labels:
 
 
 def without(ties: Ties, value: Value, dims: Sequence[int], reason: str) -> dict[Dims, Labels]:
-    """The labels that survive an operation that mixes along `dims`: what lies there alone is frozen, the others carried on."""
+    """The labels that survive mixing along `dims`: what lies there alone is frozen, the others are carried on."""
     narrow(ties, value, dims)
     freeze(ties, value, reason, dims)
     return {g: a for g, a in value.labels.items() if not set(g) & set(dims)}
@@ -169,6 +171,7 @@ def _narrow(
 
 
 def permute(value: Value, order: Sequence[int]) -> Value:
+    """With the dimensions in another order."""
     labels = {}
     for group, atoms in value.labels.items():
         at = [d for d, old in enumerate(order) if old in group]
@@ -203,12 +206,12 @@ def concat(ties: Ties, values: Sequence[Value], dim: int, shape: tuple[int, ...]
         single(ties, value, dim)
         rest.append(
             Value(
-                value.shape[:dim] + (1,) + value.shape[dim + 1 :],
+                (*value.shape[:dim], 1, *value.shape[dim + 1 :]),
                 {g: a for g, a in value.labels.items() if dim not in g},
                 value.why,
             )
         )
-    out = elementwise(ties, rest, shape[:dim] + (1,) + shape[dim + 1 :])
+    out = elementwise(ties, rest, (*shape[:dim], 1, *shape[dim + 1 :]))
     out.shape = shape
     if any(v.group(dim) for v in values):
         out.labels[(dim,)] = np.concatenate([solid(ties, v, dim) for v in values])

@@ -1,8 +1,10 @@
-"""Everything that depends on the type of an operation or a layer: how it couples dimensions, what it multiplies, how it is resized.
+"""Everything that depends on the type of an operation or a layer: how it couples dimensions, what it multiplies, how
+it is resized.
 
-`@couples("linear", …)` registers the rule of an ATen operation: a function of the traced arguments that ties labels and returns the output
-`Value`. `@resizes(nn.Linear, …)` registers what to set on a module after its tensors were sliced. An operation without a rule freezes
-whatever reaches it, with that reason; nothing is ever taken for element-wise because it looks so.
+`@couples("linear", …)` registers the rule of an ATen operation: a function of the traced arguments that ties labels
+and returns the output `Value`. `@resizes(nn.Linear, …)` registers what to set on a module after its tensors were
+sliced. An operation without a rule freezes whatever reaches it, with that reason; nothing is ever taken for
+element-wise because it looks so.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from ellzero.labels import Value
 
 @dataclass
 class Call:
-    """One operation in the trace: where it says what it ties, its name for messages, the module it runs in, and its output shapes."""
+    """One operation in the trace: where it says what it ties, its name for messages, the module it runs in, and its
+    output shapes.
+    """
 
     ties: Ties
     op: str
@@ -122,13 +126,15 @@ def axis(dim: int, ndim: int) -> int:
 
 # ---------------------------------------------------------------- entry by entry
 
-UNARY = """relu relu6 gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus mish log_sigmoid
-threshold hardshrink softshrink rrelu exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square pow abs neg sin cos tan asin acos atan sinh
-cosh erf erfc clamp clamp_min clamp_max clip dropout feature_dropout
-alpha_dropout feature_alpha_dropout native_dropout bernoulli sign sgn floor ceil round trunc frac reciprocal nan_to_num logical_not bitwise_not isnan
-isinf isfinite positive zeros_like ones_like full_like rand_like randn_like empty_like fill zero fake_quantize_per_tensor_affine"""
-BINARY = """mul multiply div divide true_divide floor_divide remainder fmod maximum minimum fmax fmin eq ne lt le gt ge logical_and logical_or
-logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill lerp addcmul addcdiv atan2 copysign hypot xlogy"""
+UNARY = """relu relu6 gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus mish
+log_sigmoid threshold hardshrink softshrink rrelu exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square pow abs neg
+sin cos tan asin acos atan sinh cosh erf erfc clamp clamp_min clamp_max clip dropout feature_dropout alpha_dropout
+feature_alpha_dropout native_dropout bernoulli sign sgn floor ceil round trunc frac reciprocal nan_to_num logical_not
+bitwise_not isnan isinf isfinite positive zeros_like ones_like full_like rand_like randn_like empty_like fill zero
+fake_quantize_per_tensor_affine"""
+BINARY = """mul multiply div divide true_divide floor_divide remainder fmod maximum minimum fmax fmin eq ne lt le gt ge
+logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill lerp
+addcmul addcdiv atan2 copysign hypot xlogy"""
 
 
 @couples(*UNARY.split(), *BINARY.split())

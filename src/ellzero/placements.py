@@ -88,7 +88,8 @@ def _refuse_shared(axis: Axis, graph: Graph) -> None:
     if len(writers) > 1 or axis.stream:
         raise ValueError(
             f"`where=per_layer` puts one gate on each output map of a convolution, but "
-            f"{', '.join(f'`{w}`' for w in writers)} write the shared axis `{axis.name}`, where gating readers cannot tell them apart; use `where=shrinkable`"
+            f"{', '.join(f'`{w}`' for w in writers)} write the shared axis `{axis.name}`, "
+            "where gating readers cannot tell them apart; use `where=shrinkable`"
         )
 
 

@@ -20,7 +20,6 @@ from torch.func import functional_call, vmap
 from ellzero import costs
 from ellzero.gated import Gated
 
-
 WATCHED = (costs.l0_norm, costs.params, costs.macs)
 
 

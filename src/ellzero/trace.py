@@ -1,8 +1,10 @@
-"""From a model and an example input to its `Graph`: walks the `torch.export` program and lets the rules of `layers.py` speak.
+"""From a model and an example input to its `Graph`: walks the `torch.export` program and lets the rules of
+`layers.py` speak.
 
-The model is traced twice, in evaluation with the example and in training with the example's batch doubled, into the same
-ties: what either run couples is coupled, what either run mixes is frozen. This file knows how to read an exported program; what an
-operation means is in `layers.py`, what ties mean in `axes.py`.
+The model is traced twice, in evaluation with the example and in training with the example's batch doubled, into the
+same
+ties: what either run couples is coupled, what either run mixes is frozen. This file knows how to read an exported
+program; what an operation means is in `layers.py`, what ties mean in `axes.py`.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ def as_inputs(example: Any) -> Inputs:
     if isinstance(example, list | tuple):
         return tuple(example), {}
     raise TypeError(
-        "`example_inputs` must be a tuple of what the model is called with (or one tensor, or a dict of keyword arguments), "
-        f"got {type(example).__name__}"
+        "`example_inputs` must be a tuple of what the model is called with (or one tensor, or a dict of keyword "
+        f"arguments), got {type(example).__name__}"
     )
 
 
@@ -138,8 +140,17 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
 
 
+def _progress(text: str) -> None:
+    """Keeps one line on a terminal up to date; writes nothing anywhere else."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{'ellzero: ' if text else ''}{text}\033[K")
+        sys.stderr.flush()
+
+
 def _doubled(inputs: Inputs) -> Inputs:
-    """The example with its batch twice: a batch dimension that is part of the arithmetic shows itself when it changes."""
+    """The example with its batch twice: a batch dimension that is part of the arithmetic shows itself when it
+    changes.
+    """
     size = batch_size(inputs)
 
     def twice(leaf: Any) -> Any:
@@ -164,16 +175,16 @@ class _Walk:
                 program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
             except Exception as error:
                 if training:
-                    # A model that only takes this batch size, or has no training mode of its own: the first walk stands.
+                    # A model that only takes this batch size, or has no training mode of its own: the first walk
+                    # stands.
                     return
                 raise TraceError(
-                    "`torch.export` cannot trace the model with `example_inputs` (data-dependent control flow is a common cause; "
-                    f"axes can be passed by hand as `axes`): {_first_line(error)}"
+                    "`torch.export` cannot trace the model with `example_inputs` (data-dependent control flow is a "
+                    f"common cause; axes can be passed by hand as `axes`): {_first_line(error)}"
                 ) from error
         signature = program.graph_signature
         members = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         values: dict[torch.fx.Node, Any] = {}
-        started = time.monotonic()
         nodes = list(program.graph.nodes)
         self.index = {node: number for number, node in enumerate(nodes)}
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
@@ -181,16 +192,10 @@ class _Walk:
             now = time.monotonic()
             if now > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
-            if now - started > 5 and sys.stderr.isatty():
-                print(
-                    f"\rellzero: tracing, operation {number} of {len(nodes)} ({node.name})\033[K",
-                    end="",
-                    file=sys.stderr,
-                )
+            _progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
             values[node] = self._value(node, number, values, members, inputs, training)
             self._link(node, number, values, training)
-        if time.monotonic() - started > 5 and sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr)
+        _progress("")
 
     def _value(
         self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], inputs: Inputs, training: bool
@@ -204,7 +209,8 @@ class _Walk:
                 if node.users:
                     self.ties.reached.add(name)
                 labels: dict[Dims, Labels] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
-                # A buffer cannot be gated, so as a weight it counts as computed; its dimensions can be sliced like any other's.
+                # A buffer cannot be gated, so as a weight it counts as computed; its dimensions can be sliced like
+                # any other's.
                 return Value(tuple(value.shape), labels, f"`{name}`", name if name in self.ties.parameters else None)
             kind = "a constant of the model" if node.name.startswith(("c_", "lifted")) else "the model's input"
             return Value(tuple(value.shape), why=f"{kind} `{node.name}`")

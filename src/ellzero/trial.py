@@ -1,8 +1,9 @@
 """Trying removals out before any gate is trained: what does not survive one on a copy is frozen, with that reason.
 
-Tracing cannot see a literal (`view(-1, 800)`, `x[:, :30]`, a stored number of heads) that is right for the dense network alone. So
-the model is copied, its numbers are disturbed (a zero-initialised weight would hide a wrong answer), units are removed, and what comes out is
-compared with the copy whose reading weights are set to zero at those units.
+Tracing cannot see a literal (`view(-1, 800)`, `x[:, :30]`, a stored number of heads) that is right for the dense
+network alone. So the model is copied, its numbers are disturbed (a zero-initialised weight would hide a wrong
+answer), units are removed, and what comes out is compared with the copy whose reading weights are set to zero at
+those units.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,9 @@ from ellzero.trace import Inputs, batch_size, run
 
 
 def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
-    """The graph with every axis frozen whose units cannot be removed, and `can_vanish` set where whole layers can be."""
+    """The graph with every axis frozen whose units cannot be removed, and `can_vanish` set where whole layers can
+    be.
+    """
     bench = _Bench(model, graph, inputs)
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
     reasons: dict[int, str] = {}
@@ -63,7 +67,7 @@ class _Bench:
         few = _first_examples(inputs, 2)
         for dtype, self.tolerance in ((torch.float64, 1e-9), (None, 1e-3)):
             self.model = copy.deepcopy(model).eval()
-            self.inputs = tree_map(lambda leaf: _cast(leaf, dtype), few)
+            self.inputs = tree_map(partial(_cast, dtype=dtype), few)
             if dtype is not None:
                 self.model.to(dtype)
             _disturb(self.model)
@@ -127,7 +131,7 @@ class _Bench:
         return slice(self.graph.offsets[axis], self.graph.offsets[axis] + self.graph.axes[axis].size)
 
     def alive(self, axes: Sequence[int], one: bool) -> Mask:
-        """Without one unit of each axis or half of them; several where convolutions have groups, so that all lose as many."""
+        """Without one unit of each axis, or half of them; where convolutions have groups, as many of each group."""
         random = np.random.default_rng(0)
         alive = self.all()
         for k in axes:
