@@ -439,8 +439,8 @@ def test_embedding_and_residual_stream() -> None:
     _, small = exact(
         model,
         tokens,
-        {"embed#2": {"up": same, "head": same}, "up": {"down": same}},
-        {"embed#2": [0, 2], "up": [4]},
+        {"embed": {"up": same, "head": same}, "up": {"down": same}},
+        {"embed": [0, 2], "up": [4]},
         streams=True,
     )
     assert small.embed.embedding_dim == 4

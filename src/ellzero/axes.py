@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -309,16 +309,13 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
         name = names.get(first.tensor) or first.tensor
         if all(s.role == "reads" for s in sites):
             name += ".input"
+        axes.append(Axis(name, len(roots), tuple(sites), why, any(r in streams for r in roots)))
+    # Several axes of one layer are numbered, those that can shrink first: an embedding's width before its vocabulary.
+    for k in sorted(range(len(axes)), key=lambda k: axes[k].frozen is not None):
+        name = axes[k].name
         used[name] += 1
-        axes.append(
-            Axis(
-                name if used[name] == 1 else f"{name}#{used[name]}",
-                len(roots),
-                tuple(sites),
-                why,
-                any(r in streams for r in roots),
-            )
-        )
+        if used[name] > 1:
+            axes[k] = replace(axes[k], name=f"{name}#{used[name]}")
 
     def numbered(atoms: Labels | None) -> Labels | None:
         return None if atoms is None else unit[root[atoms]]

@@ -8,9 +8,8 @@ works. A cost of your own is a function with the same signature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -250,18 +249,3 @@ def _product(gated: Gated, tensor: str, sites: Sequence[Any], p: Tensor) -> Tens
         out = factor if out is None else out * factor
     assert out is not None
     return out
-
-
-__all__ = [
-    "Callable",
-    "Cost",
-    "breakdown",
-    "dense",
-    "floor",
-    "l0_norm",
-    "l2_norm",
-    "macs",
-    "params",
-    "partial",
-    "units",
-]

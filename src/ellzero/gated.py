@@ -237,8 +237,7 @@ class Gated(nn.Module):
                 group["lr"] = rate
         return groups
 
-    # ---- what the gates say
-    # --------------------------------------------------------------------------------------------
+    # ---- what the gates say ----------------------------------------------------------------------------------------
 
     def prob_open(self) -> Tensor:
         """P(z ≠ 0) of all gates, one set after the other, flat."""

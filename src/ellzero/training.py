@@ -10,7 +10,7 @@ This file knows recipes and data; how files are written is in `checkpoint.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -99,7 +99,10 @@ class Trainer:
             return []
         cost = COSTS[self.recipe.cost]
         by_gates: list[tuple[costs.Cost, str | None]] = [(costs.l0_norm, name) for name, _ in gated.named_gates()]
-        return by_gates if cost is costs.l0_norm else [*by_gates, (cost, None)]
+        if cost is costs.l0_norm:
+            return by_gates
+        patterns = dict.fromkeys(p for r in self.recipes for p in self._groups(r))  # of modules, for these costs
+        return [*by_gates, *((cost, None if p == "*" else p) for p in patterns)]
 
     def _objective(self) -> None:
         """Penalty, constraints and targets of every run as tensors over the cost vector."""
@@ -113,16 +116,18 @@ class Trainer:
         for run, recipe in enumerate(self.recipes):
             if recipe.penalty is not None:
                 c = recipe.penalty if isinstance(recipe.penalty, dict) else {"*": recipe.penalty}
+                self._refuse_unmatched("penalty", c, names)
                 for k, name in enumerate(names):
                     each = next((v for p, v in c.items() if fnmatchcase(str(name), p)), 0.0)
                     penalty[run, k] = each / len(self.data.train_x) * dense[k]
             for g, (pattern, at_most) in enumerate(groups[run].items()):
                 target[run, g] = at_most
                 if recipe.cost == "l0_norm":
+                    self._refuse_unmatched("at_most", (pattern,), names)
                     chosen = torch.tensor([fnmatchcase(str(name), pattern) for name in names])
                     member[run, g, : len(names)] = dense[: len(names)] * chosen / (dense[: len(names)] * chosen).sum()
                 else:
-                    member[run, g, len(names)] = 1
+                    member[run, g, self.parts.index((COSTS[recipe.cost], None if pattern == "*" else pattern))] = 1
         self.penalty, self.member, self.target = (t.to(self.device, torch.float32) for t in (penalty, member, target))
         self.multiplier = torch.zeros(size, count, device=self.device)
         self.dual = self._dual()
@@ -130,6 +135,13 @@ class Trainer:
         self.clock = torch.zeros(
             (), device=self.device
         )  # steps done, for the target's warm-up and the average's correction
+
+    @staticmethod
+    def _refuse_unmatched(argument: str, patterns: Iterable[str], names: Sequence[str | None]) -> None:
+        for pattern in patterns:
+            if not any(fnmatchcase(str(name), pattern) for name in names):
+                known = ", ".join(map(str, names))
+                raise ValueError(f"`{argument}` must have patterns that match gates ({known}), got {pattern!r}")
 
     def _groups(self, recipe: Recipe) -> dict[str, float]:
         if recipe.at_most is None:
@@ -168,7 +180,7 @@ class Trainer:
         samples = [self.runs(x, y, u) for u in noise.unbind(1)]  # L of eq. 9
         loss, cost = torch.stack([s[0] for s in samples]).mean(0), samples[0][1]
         total = loss
-        gap = None
+        seen = None
         if self.parts and not self.tuning:
             now = self.target
             if r.target_warmup:
@@ -176,14 +188,14 @@ class Trainer:
                 now = self.target + (1 - self.target) * left
             gap = torch.einsum("sgp,sp->sg", self.member, cost) - now
             total = loss + (self.penalty * cost).sum(1) + (self.multiplier * gap).sum(1)
+            seen = gap.detach()
+            if r.on == "kept":  # of the parameters that the step starts from, as the expected one
+                seen = torch.einsum("sgp,sp->sg", self.member, self.runs.evaluate("kept")) - now
         self.optimizer.zero_grad(set_to_none=self.device.type != "cuda")
         total.sum().backward()
         self.optimizer.step()
         with torch.no_grad():
-            if gap is not None:
-                seen = gap
-                if r.on == "kept":
-                    seen = torch.einsum("sgp,sp->sg", self.member, self.runs.evaluate("kept")) - now
+            if seen is not None:
                 self.dual.step(self.multiplier, seen, self.memory, first=first)
             self.clock += 1
             if r.ema is not None:
@@ -291,13 +303,8 @@ class Trainer:
         return self.runs.network(run, self.values()).eval()
 
     def finalize(self) -> None:
-        """Closes units in every run until its kept cost is within its target, and moves on to tuning with fixed
-        gates.
-        """
-        values = self.values()
-        with torch.no_grad():
-            for name, value in self.runs.values().items():
-                value.copy_(values[name])
+        """Closes units in every run until its kept cost is within its target, and moves on to `tune`."""
+        self.tune()
         for run, recipe in enumerate(self.recipes):
             gated: Any = self.runs.network(run)
             for pattern, at_most in self._groups(recipe).items():
@@ -306,6 +313,13 @@ class Trainer:
                 own = self.runs.values()[f"network.gates.{name}"]
                 with torch.no_grad():
                     (own if self.runs.size == 1 else own[run]).copy_(gate)
+
+    def tune(self) -> None:
+        """From here on the gates are fixed, and only the weights move: both from the parameters that count."""
+        values = self.values()
+        with torch.no_grad():
+            for name, value in self.runs.values().items():
+                value.copy_(values[name])
         self.tuning = True
         self._captured = None
         self.recipe = replace(self.recipe, ema=None)
@@ -325,8 +339,8 @@ class Trainer:
         """
         r = self.recipes[0]
         while self.epoch < r.epochs + r.finetune_epochs:
-            if self.epoch == r.epochs and r.finalize and not self.tuning:
-                self.finalize()
+            if self.epoch == r.epochs and not self.tuning:
+                self.finalize() if r.finalize else self.tune()
             started = time.perf_counter()
             total = torch.zeros(self.runs.size, device=self.device)
             for loss in self.train_epoch():
@@ -356,7 +370,7 @@ class Trainer:
         """What came out of every run: recipe, errors, and the network that `compact` gives."""
         out = []
         for run, recipe in enumerate(self.recipes):
-            mine = [h for h in self.history if h["run"] == recipe.name and h["seed"] == recipe.seed]
+            mine = self.history[run :: self.runs.size]  # `note` writes one record of each run at a time
             result: dict[str, Any] = {
                 "recipe": recipe.to_dict(),
                 "seed": recipe.seed,

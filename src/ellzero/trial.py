@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.axes import Graph, Labels
-from ellzero.removal import ClosedAxisError, Mask, Plan, make_plan
+from ellzero.removal import ClosedAxisError, Mask, make_plan
 from ellzero.trace import Inputs, batch_size, run
 
 
@@ -38,7 +38,10 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     bench.graph = graph = replace(graph, axes=tuple(axes))
     lone = [k for k in free if graph.axes[k].size == 1]
     whole = [k for k in good + lone if bench.could_vanish(k)]
-    for k in _sift(whole, [], bench.survives_vanishing, {}):
+    vanishing = _sift(whole, [], bench.survives_vanishing, {})
+    # Two branches that cannot both go may each go alone.
+    vanishing += [k for k in whole if k not in vanishing and bench.survives_vanishing([k]) is None]
+    for k in vanishing:
         axes[k] = replace(axes[k], can_vanish=True)
     return replace(graph, axes=tuple(axes))
 
@@ -212,6 +215,3 @@ def _first_examples(inputs: Inputs, count: int) -> Inputs:
         lambda t: t[:count] if isinstance(t, Tensor) and t.ndim and t.shape[0] == size else t, inputs
     )
     return out if size > count else inputs
-
-
-__all__ = ["Plan", "agree", "masked_weights", "proven"]
