@@ -601,13 +601,25 @@ def test_multihead_attention_is_frozen_and_its_output_exact() -> None:
     assert "does not run with a unit of it removed" in str(reasons["embed"])  # it stores its width
 
 
-def test_attention_written_out_is_frozen() -> None:
+def test_queries_and_keys_written_out_are_frozen() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         q, k, v = m.qkv(x).chunk(3, -1)
         return m.out((q @ k.transpose(-2, -1)).softmax(-1) @ v)
 
     model = net(forward, qkv=nn.Linear(4, 9), out=nn.Linear(3, 2))
-    assert "matmul" in frozen(model, images(2, 5, 4), "qkv")
+    assert "matmul" in frozen(model, images(2, 5, 4), "qkv#2")
+
+
+def test_what_survives_the_loss_of_two_units_and_not_of_three_is_frozen() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.qkv(x).chunk(3, -1)
+        return m.out((q @ k.transpose(-2, -1)).softmax(-1) @ v)
+
+    model = net(forward, qkv=nn.Linear(4, 12), out=nn.Linear(4, 2)).double()
+    found = {a.name: a.frozen for a in l0.trace(model, images(2, 5, 4)).axes}
+    assert found["qkv"] is None  # the values, by the trace alone
+    with pytest.raises(ValueError, match="with a unit of it removed"):
+        l0.attach(model, images(2, 5, 4))
 
 
 @pytest.mark.parametrize("shift", [0, 1])

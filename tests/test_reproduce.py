@@ -29,8 +29,8 @@ from ellzero.training import Trainer
 @cache
 def data() -> Dataset:
     whole = load("mnist5k")
-    cut = {"train_x": whole.train_x[:200], "train_y": whole.train_y[:200]}
-    return replace(whole, **cut, test_x=whole.test_x[:100], test_y=whole.test_y[:100])
+    train_x, train_y = whole.train_x[:200], whole.train_y[:200]
+    return replace(whole, train_x=train_x, train_y=train_y, test_x=whole.test_x[:100], test_y=whole.test_y[:100])
 
 
 def tiny(name: str, **changes: Any) -> Recipe:

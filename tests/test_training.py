@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,8 +30,8 @@ TRAIN, BATCH = 250, 50
 @cache
 def data() -> Dataset:
     whole = load("mnist5k")
-    cut = {"train_x": whole.train_x[:TRAIN], "train_y": whole.train_y[:TRAIN]}
-    return replace(whole, **cut, test_x=whole.test_x[:100], test_y=whole.test_y[:100])
+    train_x, train_y = whole.train_x[:TRAIN], whole.train_y[:TRAIN]
+    return replace(whole, train_x=train_x, train_y=train_y, test_x=whole.test_x[:100], test_y=whole.test_y[:100])
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -97,7 +98,7 @@ def set_open(gated: l0.Gated, closed: dict[str, list[int]]) -> None:
         for name, gate in gated.named_gates():
             shut = torch.zeros(gate.shape, dtype=torch.bool)
             shut[closed.get(name, [])] = True
-            gate.log_alpha.copy_(torch.where(shut, -10.0, 10.0))  # type: ignore[operator, union-attr]
+            gate.log_alpha.copy_(torch.where(shut, -10.0, 10.0))  # type: ignore[operator]
 
 
 # ---- the objective --------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def test_a_penalty_is_that_of_the_plain_loop(penalty: Any, weight: Any) -> None:
     assert (free["gates.fc2.log_alpha"] - path[-1]["gates.fc2.log_alpha"]).abs().max() > 1e-3
 
 
-CONSTRAINED = {
+CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[], l0.Constraint]]] = {
     "ascent": (
         {"placement": "per_layer", "at_most": 0.3, "dual_lr": 0.5},
         lambda: l0.Constraint(l0.l0_norm, 0.3, dual=l0.GradientAscent(0.5)),
@@ -170,11 +171,7 @@ def test_multipliers_follow_the_kept_cost_where_they_are_told_to() -> None:
         next(trainer.train_epoch())
         return trainer.multiplier.item()
 
-    sizes = (784, 300, 100, 10)
-    halves = (784, 150, 50, 10)
-    kept = sum(a * b for a, b in zip(halves, halves[1:], strict=False)) / sum(
-        a * b for a, b in zip(sizes, sizes[1:], strict=False)
-    )
+    kept = (784 * 150 + 150 * 50 + 50 * 10) / (784 * 300 + 300 * 100 + 100 * 10)
     assert first_multiplier("kept") == pytest.approx(kept - 0.1, rel=1e-5)
     assert abs(first_multiplier("expected") - (kept - 0.1)) > 0.01
 
@@ -185,7 +182,7 @@ def test_the_target_comes_down_on_a_line() -> None:
     trainer = Trainer([r], data())
     cost = float(trainer.runs.evaluate("watched")[0, 0, 0])
     steps, multiplier = 0.75 * 10, 0.0
-    seen = []
+    seen: list[float] = []
     for _ in range(2):
         for _ in trainer.train_epoch():
             target = max(0.2, 1 - (1 - 0.2) * len(seen) / steps)
@@ -244,7 +241,7 @@ def test_a_run_in_a_stack_is_the_run_alone() -> None:
 
 def test_recipes_that_cannot_share_a_stack_are_refused() -> None:
     one = recipe()
-    with pytest.raises(ValueError, match="`recipes` of one stack must agree in lr, batch$"):
+    with pytest.raises(ValueError, match=r"`recipes` of one stack must agree in lr, batch$"):
         Trainer([one, one.override(batch=25, lr=0.1, seed=3, name="other")], data())
 
 
@@ -353,11 +350,12 @@ def test_finalising_brings_every_run_within_its_target_and_tuning_leaves_it_ther
     for name, value in snapshot(trainer).items():
         assert torch.equal(value, before[name]) == ("gates" in name), name
     for run, r in enumerate(trainer.recipes):
-        net: Any = l0.compact(trainer.network(run))
+        gated: Any = trainer.network(run)
+        net: Any = l0.compact(gated)
         widths = [net.fc1.in_features, net.fc1.out_features, net.fc2.out_features, 10]
-        share = sum(a * b for a, b in zip(widths, widths[1:], strict=False)) / (784 * 300 + 300 * 100 + 100 * 10)
-        assert 0 < share <= r.at_most  # type: ignore[operator]
-        assert share > 0.9 * r.at_most  # type: ignore[operator]  # and not by closing more than need be
+        share = sum(a * b for a, b in pairwise(widths)) / (784 * 300 + 300 * 100 + 100 * 10)
+        target: Any = r.at_most
+        assert 0.9 * target < share <= target  # and not by closing more than need be
         assert trainer.history[-2 + run]["kept"]["macs"] == pytest.approx(share, rel=1e-5)
         assert trainer.history[-2 + run]["tuning"]
 
