@@ -455,3 +455,10 @@ def test_the_history_has_one_record_for_each_run_and_evaluated_epoch() -> None:
     assert [h["error"] for h in seen[2:]] == now["error"].tolist()
     assert [list(h["kept"].values()) for h in seen[2:]] == now["kept"].tolist()
     assert all(r["error_best"] == min(h["error"] for h in seen[i::2]) for i, r in enumerate(trainer.results()))
+
+
+@pytest.mark.parametrize("change", [{"l2": 5e-4}, {"augment": True}, {"precision": "bfloat16"}, {"compile": True}])
+def test_what_the_loop_does_not_do_is_refused(change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(ValueError, match=f"asks for {name}, which the training loop does not do yet"):
+        Trainer([recipe(**change)], data())
