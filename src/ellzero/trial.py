@@ -141,7 +141,7 @@ class _Bench:
         return slice(self.graph.offsets[axis], self.graph.offsets[axis] + self.graph.axes[axis].size)
 
     def alive(self, axes: Sequence[int], much: Literal["one", "half", "most"]) -> Mask:
-        """Without one unit of each axis, half of them, or all but one; in the groups of a convolution, as many of each."""
+        """Without one unit of each axis, half of them, or all but one; as many of each group of a convolution."""
         random = np.random.default_rng(0)
         alive = self.all()
         for k in axes:
