@@ -98,8 +98,10 @@ def macs(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor
     """The multiply-accumulates for one example in the network that `compact` would give, with the conventions of
     `params`.
 
-    Counted are linear layers, convolutions and matrix products (attention included), at the example input's size. The
-    papers' FLOPs are two per MAC.
+    One example is the example input divided by the size of its first tensor's leading dimension: with sequences
+    first, or without a batch, absolute numbers are off by that factor, fractions are not. Counted are linear layers,
+    convolutions and matrix products (attention included), at the example input's size. The papers' FLOPs are two per
+    MAC.
 
     Args:
         gated: the network.

@@ -45,12 +45,21 @@ class Call:
         return f"`{self.op}`" + (f" in `{self.module}`" if self.module else "")
 
     def multiplies(
-        self, factor: float, weight: str | None, left: Labels | None = None, right: Labels | None = None
+        self, factor: float, weight: Value | None, left: Labels | None = None, right: Labels | None = None
     ) -> None:
-        """Records MACs: per example, so the example's batch is divided out."""
-        if self.count_macs:
-            name = weight.rpartition(".")[0] if weight else self.module
-            self.ties.products.append((name, factor / self.batch, weight, left, right))
+        """Records MACs: `factor` for each entry of `weight`, or of `left` × `right` where it is no whole parameter.
+
+        Per example, so the example's batch is divided out.
+        """
+        if not self.count_macs:
+            return
+        source = weight.source if weight is not None else None
+        name = (source.rpartition(".")[0] or source) if source else self.module
+        if weight is not None and source and prod(weight.shape) == prod(self.ties.shapes[source]):
+            self.ties.products.append((name, factor / self.batch, source, None, None))
+        else:
+            kernel = prod(weight.shape[2:]) if weight is not None else 1
+            self.ties.products.append((name, factor * kernel / self.batch, None, left, right))
 
     def reader(self, weight: Value, atoms: Labels, what: Labels | None, x: Value) -> None:
         """A contracting dimension of `weight`, whose atoms are `atoms`, reads `what` (the labels of `x` there)."""
@@ -199,7 +208,7 @@ def _matrix_product(call: Call, x: Value, weight: Value, into: int, out: int, bi
     labels = {g: a for g, a in x.labels.items() if x.ndim - 1 not in g}
     labels[(x.ndim - 1,)] = lb.solid(ties, weight, out)
     call.writer(weight, labels[(x.ndim - 1,)])
-    call.multiplies(prod(x.shape[:-1]), weight.source, *(() if weight.source else (reading, labels[(x.ndim - 1,)])))
+    call.multiplies(prod(x.shape[:-1]), weight, reading, labels[(x.ndim - 1,)])
     result = Value(call.shape, labels, x.why)
     return result if bias is None else lb.elementwise(ties, [result, bias], call.shape)
 
@@ -286,7 +295,7 @@ def _convolve(
     else:
         writes = _grouped(call, x, weight, what, groups, n_in, n_out, transposed)
     positions = prod(x.shape[channel + 1 :] if transposed else call.shape[channel + 1 :]) * prod(x.shape[:channel])
-    call.multiplies(positions, weight.source, *(() if weight.source else (writes, lb.solid(ties, weight, into))))
+    call.multiplies(positions, weight, writes, lb.solid(ties, weight, into))
     labels = {g: a for g, a in x.labels.items() if max(g) < channel}
     labels[(channel,)] = writes
     result = Value(call.shape, labels, "a dimension of space")
@@ -493,7 +502,7 @@ def recurrence(call: Call, x: Value, *rest: Any) -> list[Value]:
     """Every weight is used at every step; what the units mean to each other from step to step is not followed."""
     for weight in tensors(rest):
         if weight.source is not None and weight.ndim == 2:
-            call.multiplies(prod(x.shape[:-1]), weight.source)
+            call.multiplies(prod(x.shape[:-1]), weight)
     return unknown(call, [x, *tensors(rest)], f"{call.where} carries it from step to step")
 
 

@@ -352,6 +352,8 @@ class Constraint(nn.Module):
         elif self._gates is None:
             raise RuntimeError("call `bind(gated)` on the constraint once before compiling it")
         gap = self._gap(gated)
+        if gap.dtype != self.multiplier.dtype:  # the network was moved to another precision
+            self.to(gap.dtype)
         if gated.training and torch.is_grad_enabled():
             self.violation.copy_(gap.detach() if self._on == "expected" else self._kept_gap(gated))
             self._fresh = True

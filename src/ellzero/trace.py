@@ -9,6 +9,7 @@ program; what an operation means is in `layers.py`, what ties mean in `axes.py`.
 
 from __future__ import annotations
 
+import copy
 import operator
 import sys
 import time
@@ -116,6 +117,12 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
         [('0', 3, None)]
     """
     inputs = as_inputs(example_inputs)
+    try:
+        model = copy.deepcopy(model)  # a forward may count its calls, or keep what it saw
+    except Exception as error:
+        raise TraceError(
+            f"`model` cannot be copied, and removals are tried out on a copy: {_first_line(error)}"
+        ) from error
     names = canonical_names(model)
     owners = {name: name.rpartition(".")[0] for name in set(names.values())}
     members = {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -30,7 +30,8 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     """
     bench = _Bench(model, graph, inputs)
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
-    reasons: dict[int, str] = {}
+    reasons = dict.fromkeys(bench.unseen(free), "the example input does not show whether the output depends on it")
+    free = [k for k in free if k not in reasons]
     good = _sift([k for k in free if graph.axes[k].size > 1], [], bench.survives_parts, reasons)
     axes = list(graph.axes)
     for k, reason in reasons.items():
@@ -68,17 +69,58 @@ class _Bench:
     def __init__(self, model: nn.Module, graph: Graph, inputs: Inputs) -> None:
         self.graph = graph
         few = _first_examples(inputs, 2)
+        # The model may cast to a dtype of its own, take no other batch, or no other numbers: the first that it takes.
         for dtype, self.tolerance in ((torch.float64, 1e-9), (None, 1e-3)):
             self.model = copy.deepcopy(model).eval()
-            self.inputs = tree_map(partial(_cast, dtype=dtype), few)
             if dtype is not None:
                 self.model.to(dtype)
             _disturb(self.model)
-            try:
-                self.run(self.model)
-                return
-            except Exception:  # the model casts to a dtype of its own, or takes no other batch: as it is, then
-                few = inputs
+            for candidate in (stirred(few), few, stirred(inputs), inputs):
+                self.inputs = tree_map(partial(_cast, dtype=dtype), candidate)
+                try:
+                    if all(bool(t.isfinite().all()) for t in self.run(self.model)):
+                        return
+                except Exception:
+                    continue
+
+    def unseen(self, axes: Sequence[int]) -> list[int]:
+        """The axes that the output does not depend on, as far as this input shows: their removal cannot be checked.
+
+        One backward finds almost all that are seen: closing a unit moves the output by its gradient times its weights.
+        """
+        weights = {
+            n: p.detach().clone().requires_grad_() for n, p in self.model.named_parameters() if n in self.graph.reading
+        }
+        slopes: Sequence[Tensor | None] = [None] * len(weights)
+        try:
+            with torch.enable_grad():
+                outputs = [t for t in tree_leaves(run(self.model, self.inputs, weights)) if isinstance(t, Tensor)]
+                generator = torch.Generator().manual_seed(1)
+                total = sum(
+                    (t * torch.randn(t.shape, generator=generator).to(t)).sum() for t in outputs if t.requires_grad
+                )
+                slopes = torch.autograd.grad(total, list(weights.values()), allow_unused=True)  # type: ignore[arg-type]
+        except Exception:  # no floating-point output, or something that has no derivative
+            pass
+        moved: set[int] = set()
+        for (tensor, weight), slope in zip(weights.items(), slopes, strict=True):
+            if slope is not None:
+                dims = self.graph.reading[tensor]
+                rest = [d for d in range(weight.ndim) if d not in dims]
+                move = (slope * weight.detach()).abs()
+                moves = (move.sum(rest) if rest else move).cpu().numpy() > 0
+                moved.update(np.unique(self.graph.labels[tensor][dims][moves]).tolist())
+        dense = self.run(self.model)
+        out = []
+        for k in axes:
+            span = self.span(k)
+            if not any(span.start <= unit < span.stop for unit in moved):
+                alive = self.all()
+                alive[span] = False
+                masked = self.run(self.model, masked_weights(self.model, self.graph, alive))
+                if all(torch.equal(a, b) for a, b in zip(dense, masked, strict=True)):
+                    out.append(k)
+        return out
 
     def run(self, model: nn.Module, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
         devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
@@ -191,7 +233,8 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
                 return False
         elif x.numel():
             finite = x[x.isfinite()].abs()
-            scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+            # Relative, but not to nothing: an output that cancels to zero leaves rounding of what cancelled.
+            scale = max(1e-4, float(finite.max())) if finite.numel() else 1.0
             if not bool(
                 ((x == y) | ((x - y).abs() <= tolerance * scale)).all()
             ):  # the same infinity passes, NaN never does
@@ -210,6 +253,20 @@ def _disturb(model: nn.Module) -> None:
         for b in model.buffers():
             if b.is_floating_point():  # a factor near one: a variance stays positive
                 b.mul_(1 + 0.1 * torch.rand(b.shape, generator=generator).to(b))
+
+
+def stirred(inputs: Inputs) -> Inputs:
+    """The example with a little noise on its floating-point numbers: zeros would hide every difference."""
+    generator = torch.Generator().manual_seed(0)
+
+    def stir(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        noise = torch.randn(leaf.shape, generator=generator).to(leaf)
+        return leaf + noise * (0.1 + 0.5 * leaf.abs().mean())
+
+    out: Inputs = tree_map(stir, inputs)
+    return out
 
 
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
