@@ -35,9 +35,10 @@ docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html
 	$(BIN)/python -m sphinx -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-bench: $(VENV)/.installed-examples  ## print the two ratios of the README: a training step, and inference
+bench: $(VENV)/.installed-examples  ## print the README's numbers: a training step, inference, attach and compact
 	$(BIN)/python benchmarks/step_overhead.py --json results/benchmarks/step_overhead.json
 	$(BIN)/python benchmarks/inference.py --json results/benchmarks/inference.json
+	$(BIN)/python benchmarks/attach_compact.py --json results/benchmarks/attach_compact.json
 
 clean:  ## remove caches and build outputs
 	rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -30,9 +30,8 @@ def main() -> None:
     small = l0.compact(gated)
     compacted = time.perf_counter() - start
     left = sum(p.numel() for p in small.parameters()) / sum(p.numel() for p in model.parameters())
-    print(
-        f"WRN-28-10: attach {attached:.1f} s (goal 30), compact {compacted:.1f} s (goal 10), {100 * left:.1f} % of the parameters left"
-    )
+    times = f"attach {attached:.1f} s (goal 30), compact {compacted:.1f} s (goal 10)"
+    print(f"WRN-28-10: {times}, {100 * left:.1f} % of the parameters left")
     if options.json:
         write(options.json, "attach_compact", {"attach_s": attached, "compact_s": compacted}, vars(options))
 

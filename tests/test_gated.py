@@ -927,6 +927,21 @@ class Calls(nn.Module):
         return {"out": self.b(h) * scale + (0 if shift is None else shift), "hidden": h}
 
 
+class OneOut(Calls):
+    """The same with a tensor out."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)["out"]
+
+
+def test_a_forward_that_belongs_to_another_object_is_refused() -> None:
+    """A copy of such a model runs the original: what is removed from the copy would not be missed."""
+    model = Calls()
+    model.forward = lambda *a, **k: Calls.forward(model, *a, **k)["out"]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="nothing to gate"):
+        l0.attach(model, torch.ones(2, 3))
+
+
 @pytest.mark.parametrize(
     "example",
     [
@@ -937,10 +952,9 @@ class Calls(nn.Module):
     ],
 )
 def test_example_inputs_in_every_form(example: Any) -> None:
-    model = Calls()
     with pytest.raises(ValueError, match="`a`: it is the model's output"):
-        l0.attach(model, example)
-    model.forward = lambda *a, **k: Calls.forward(model, *a, **k)["out"]  # type: ignore[method-assign]
+        l0.attach(Calls(), example)
+    model = OneOut()
     gated = scattered(l0.attach(model, example))
     x, shift, noise = torch.randn(5, 3), torch.randn(5, 2), gated.gate_noise()
     by_hand = masked(model, {"b.weight": drawn(gated, noise)["a"]})

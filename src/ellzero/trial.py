@@ -63,45 +63,72 @@ def _sift(
     return _sift(new[middle:], _sift(new[:middle], good, test, reasons), test, reasons)
 
 
+Scene = tuple[nn.Module, Inputs]
+
+
 class _Bench:
-    """A disturbed copy of the model in float64, and the comparison of masked and removed."""
+    """Disturbed copies of the model in float64 with an input each, and the comparison of masked and removed."""
 
     def __init__(self, model: nn.Module, graph: Graph, inputs: Inputs) -> None:
         self.graph = graph
+        self.original = model
+        self.scenes: list[Scene] = []
         few = _first_examples(inputs, 2)
         # The model may cast to a dtype of its own, take no other batch, or no other numbers: the first that it takes.
-        for dtype, self.tolerance in ((torch.float64, 1e-9), (None, 1e-3)):
-            self.model = copy.deepcopy(model).eval()
-            if dtype is not None:
-                self.model.to(dtype)
-            _disturb(self.model)
-            for candidate in (stirred(few), few, stirred(inputs), inputs):
-                self.inputs = tree_map(partial(_cast, dtype=dtype), candidate)
-                try:
-                    if all(bool(t.isfinite().all()) for t in self.run(self.model)):
-                        return
-                except Exception:
-                    continue
+        self.dtype: torch.dtype | None
+        for self.dtype, self.tolerance in ((torch.float64, 1e-9), (None, 1e-3)):
+            for self.base in (few, inputs):
+                if self._sets(stirred(self.base)) or self._sets(self.base):
+                    return
+        self.scenes = [(copy.deepcopy(model).eval(), inputs)]
+
+    def _sets(self, inputs: Inputs, seed: int = 0) -> bool:
+        """Adds a scene, a disturbed copy of the model and an input, if it runs and gives finite numbers."""
+        model = copy.deepcopy(self.original).eval()
+        if self.dtype is not None:
+            model.to(self.dtype)
+        _disturb(model, seed)
+        scene: Scene = (model, tree_map(partial(_cast, dtype=self.dtype), inputs))
+        try:
+            fine = all(bool(t.isfinite().all()) for t in _outputs(*scene))
+        except Exception:
+            return False
+        if fine:
+            self.scenes.append(scene)
+        return fine
 
     def unseen(self, axes: Sequence[int]) -> list[int]:
-        """The axes that the output does not depend on, as far as this input shows: their removal cannot be checked.
+        """The axes that the output does not depend on, as far as any scene shows: their removal cannot be checked.
 
-        One backward finds almost all that are seen: closing a unit moves the output by its gradient times its weights.
+        A dead ReLU hides the units behind it, so further scenes are set, and kept if they show more.
         """
-        weights = {
-            n: p.detach().clone().requires_grad_() for n, p in self.model.named_parameters() if n in self.graph.reading
-        }
-        slopes: Sequence[Tensor | None] = [None] * len(weights)
+        moved = self._moved(*self.scenes[0])
+        left = [k for k in axes if not self._shows(k, moved, *self.scenes[0])]
+        for seed in range(1, 9):
+            if not left or not self._sets(stirred(self.base, seed), seed):
+                continue
+            moved = self._moved(*self.scenes[-1])
+            still = [k for k in left if not self._shows(k, moved, *self.scenes[-1])]
+            if len(still) == len(left):
+                self.scenes.pop()
+            left = still
+        return left
+
+    def _moved(self, model: nn.Module, inputs: Inputs) -> set[int]:
+        """Units whose closing moves the output, to first order: the gradient of a random projection times the
+        weight.
+        """
+        members = model.named_parameters()
+        weights = {n: p.detach().clone().requires_grad_() for n, p in members if n in self.graph.reading}
+        generator = torch.Generator().manual_seed(1)
         try:
             with torch.enable_grad():
-                outputs = [t for t in tree_leaves(run(self.model, self.inputs, weights)) if isinstance(t, Tensor)]
-                generator = torch.Generator().manual_seed(1)
-                total = sum(
-                    (t * torch.randn(t.shape, generator=generator).to(t)).sum() for t in outputs if t.requires_grad
-                )
+                outputs = [t for t in tree_leaves(run(model, inputs, weights)) if isinstance(t, Tensor)]
+                noise = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
+                total = sum((t * n).sum() for t, n in zip(outputs, noise, strict=True) if t.requires_grad)
                 slopes = torch.autograd.grad(total, list(weights.values()), allow_unused=True)  # type: ignore[arg-type]
         except Exception:  # no floating-point output, or something that has no derivative
-            pass
+            return set()
         moved: set[int] = set()
         for (tensor, weight), slope in zip(weights.items(), slopes, strict=True):
             if slope is not None:
@@ -110,24 +137,16 @@ class _Bench:
                 move = (slope * weight.detach()).abs()
                 moves = (move.sum(rest) if rest else move).cpu().numpy() > 0
                 moved.update(np.unique(self.graph.labels[tensor][dims][moves]).tolist())
-        dense = self.run(self.model)
-        out = []
-        for k in axes:
-            span = self.span(k)
-            if not any(span.start <= unit < span.stop for unit in moved):
-                alive = self.all()
-                alive[span] = False
-                masked = self.run(self.model, masked_weights(self.model, self.graph, alive))
-                if all(torch.equal(a, b) for a, b in zip(dense, masked, strict=True)):
-                    out.append(k)
-        return out
+        return moved
 
-    def run(self, model: nn.Module, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
-        devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
-        with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
-            torch.manual_seed(0)
-            out = run(model, self.inputs, weights)
-        return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+    def _shows(self, axis: int, moved: set[int], model: nn.Module, inputs: Inputs) -> bool:
+        span = self.span(axis)
+        if any(span.start <= unit < span.stop for unit in moved):
+            return True
+        alive = self.all()
+        alive[span] = False
+        masked = _outputs(model, inputs, masked_weights(model, self.graph, alive))
+        return not all(torch.equal(a, b) for a, b in zip(_outputs(model, inputs), masked, strict=True))
 
     def survives_parts(self, axes: Sequence[int]) -> str | None:
         """Removes one unit of each axis, a random half, all but one: None, or a sentence that says how it went wrong.
@@ -164,16 +183,17 @@ class _Bench:
             return str(error)
         if any(plan.units[self.span(k)].all() for k in axes):  # all came back, and nothing was tried
             return "the groups of the convolutions on it let no part of its units go"
-        masked = self.run(self.model, masked_weights(self.model, self.graph, plan.units))
-        small = copy.deepcopy(self.model)
-        try:
-            plan.apply(small)
-            removed = self.run(small)
-        except Exception as error:
-            first = (str(error).strip() or "(no message)").splitlines()[0]
-            return f"the model does not run with a unit of it removed ({type(error).__name__}: {first})"
-        if not agree(masked, removed, self.tolerance):
-            return "the model gives another output with a unit of it removed than with the unit closed"
+        for model, inputs in self.scenes:
+            masked = _outputs(model, inputs, masked_weights(model, self.graph, plan.units))
+            small = copy.deepcopy(model)
+            try:
+                plan.apply(small)
+                removed = _outputs(small, inputs)
+            except Exception as error:
+                first = (str(error).strip() or "(no message)").splitlines()[0]
+                return f"the model does not run with a unit of it removed ({type(error).__name__}: {first})"
+            if not agree(masked, removed, self.tolerance):
+                return "the model gives another output with a unit of it removed than with the unit closed"
         return None
 
     def all(self) -> Mask:
@@ -242,28 +262,40 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
     return True
 
 
-def _disturb(model: nn.Module) -> None:
-    """Moves every number a little, from a generator of its own."""
-    generator = torch.Generator().manual_seed(0)
+def _outputs(model: nn.Module, inputs: Inputs, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
+    """The tensors that come out, without a trace in torch's random state."""
+    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
+        torch.manual_seed(0)
+        out = run(model, inputs, weights)
+    return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+
+
+def _disturb(model: nn.Module, seed: int) -> None:
+    """Moves every number a little, or not so little for seeds above 0, from a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    share, least = (0.1, 0.02) if seed == 0 else (1.0, 0.1)
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
                 noise = torch.randn(p.shape, generator=generator).to(p)
-                p.add_(noise * (0.1 * p.abs().mean() + 0.02))
+                p.add_(noise * (share * p.abs().mean() + least))
         for b in model.buffers():
             if b.is_floating_point():  # a factor near one: a variance stays positive
                 b.mul_(1 + 0.1 * torch.rand(b.shape, generator=generator).to(b))
 
 
-def stirred(inputs: Inputs) -> Inputs:
-    """The example with a little noise on its floating-point numbers: zeros would hide every difference."""
-    generator = torch.Generator().manual_seed(0)
+def stirred(inputs: Inputs, seed: int = 0) -> Inputs:
+    """The example with noise on its floating-point numbers, stronger for larger seeds: zeros would hide every
+    difference.
+    """
+    generator = torch.Generator().manual_seed(seed)
 
     def stir(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         noise = torch.randn(leaf.shape, generator=generator).to(leaf)
-        return leaf + noise * (0.1 + 0.5 * leaf.abs().mean())
+        return leaf + noise * (1 + seed / 2) * (0.1 + 0.5 * leaf.abs().mean() + 0.5 * (seed > 0))
 
     out: Inputs = tree_map(stir, inputs)
     return out
