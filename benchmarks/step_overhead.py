@@ -17,7 +17,6 @@ import itertools
 import platform
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,6 @@ import torch
 import torch.nn.functional as F
 from provenance import write
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import ellzero as l0
 
@@ -112,45 +109,23 @@ def ratio(dense: Step, gated: Step, blocks: int, steps: int) -> tuple[float, flo
     return middle, low, high, 1e3 * statistics.median(d for d, _ in times) / steps
 
 
-class PeakMemory(TorchDispatchMode):
-    """Counts the bytes of all storages that live at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen: set[int] = set()
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.seen:
-            self.seen.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.drop, key, size)
-
-    def drop(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves((args, kwargs, out)):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return out
-
-
 def peak_bytes(make: Callable[[], Step]) -> int:
+    """The most memory that tensors take during a step: what stays between steps, and the peak of what the step
+    allocates.
+    """
     step = make()
     for _ in range(3):
         step()
     gc.collect()
-    with PeakMemory() as memory:
+    resident = sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
-        memory.peak = memory.now
-        step()
-    return memory.peak
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return resident + peak
 
 
 def main() -> None:
@@ -164,6 +139,10 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     x, y = torch.randn(100, 1, 28, 28), torch.randint(10, (100,))
+    # First, while nothing else is in memory.
+    dense = peak_bytes(partial(dense_step, LeNet5(), x, y, False))
+    gc.collect()
+    gated = peak_bytes(partial(gated_step, LeNet5(), x, y, False, l0.per_layer))
     rows = []
     cases = [
         ("MLP", MLP, l0.shrinkable, False, 1.20),
@@ -196,8 +175,6 @@ def main() -> None:
                 "quartiles": [low, high],
             }
         )
-    dense = peak_bytes(partial(dense_step, LeNet5(), x, y, False))
-    gated = peak_bytes(partial(gated_step, LeNet5(), x, y, False, l0.per_layer))
     print(
         f"peak memory of a step, LeNet-5, per_layer: {gated / dense:.3f} of dense ({dense / 2**20:.1f} MiB), goal 1.10"
     )
