@@ -526,8 +526,8 @@ def _papers() -> Iterable[Recipe]:
         scaling="unit",
     )
     yield louizos
-    # The paper does not give its λs for the MLP, nor does any later one. These are ours, from the grid of
-    # reproductions/search_mlp_sep.py around the published 266-88-33.
+    # The paper does not give its λs for the MLP, nor does any later one. These are ours, between points of the grid of
+    # reproductions/search_mlp_sep.py, picked to come close to the published 266-88-33.
     yield louizos.override(name="louizos-mlp-sep", penalty={"fc1": 0.1, "fc2": 0.5, "fc3": 5.0})
     lenet = louizos.override(name="louizos-lenet5", network="lenet5", drop_rates={"*": 0.5})
     yield lenet
