@@ -12,7 +12,9 @@ FLOORS = [
     "placements liveness census gated",  # 3: attachment
     "costs objectives",  # 4: what it costs
     "compact saving report",  # 5: the way out
-    "zoo data recipes runs training reproduce checkpoint page cli __main__",  # 6: experiments
+    # 6: experiments
+    "zoo data recipes checkpoint folders watch parallel runs lagrangian training",
+    "figures reproduce sweep page cli __main__",
     "__init__",
 ]
 ORDER = " ".join(FLOORS).split()

@@ -191,7 +191,7 @@ def test_a_file_starts_from_a_base_and_may_take_values_away(tmp_path: Path) -> N
     [
         ("network =", "mine.toml: Invalid value"),
         ('base = "louizos-mpl"', "mine.toml: `louizos-mpl` is not the name of a recipe; did you mean `louizos-mlp`?"),
-        ("base = 3", "mine.toml: `3` is not the name of a recipe; there are demo, louizos-mlp, "),
+        ("base = 3", "mine.toml: `3` is not the name of a recipe; there are budget-mlp, budget-lenet5, demo, "),
         ('bass = "demo"', "mine.toml: `bass` is not a field of a recipe; did you mean `base`?"),
         ('network = "lenet5"', "mine.toml: a recipe must have `data`, got name, network"),
         ('base = "demo"\nlr = "fast"', "mine.toml: `lr` must be a positive number, got 'fast'"),

@@ -42,8 +42,9 @@ class Recipe:
         cost: what the constraint bounds: "l0_norm", "params" or "macs".
         at_most: ε, a fraction of the dense cost; or {pattern: ε}, a constraint each. None without one.
         on: whether the multipliers follow the "expected" or the "kept" cost.
-        dual: how they do: "ascent", "nupi" or "extrapolation".
-        dual_lr: their step; the integral gain of "nupi".
+        dual: how they do: "auto" (`objectives.NuPI` with gains that fit the length of the run, see `lagrangian`),
+            "ascent", "nupi" or "extrapolation".
+        dual_lr: their step, the integral gain of "nupi"; 1e-4 if absent. Must be absent with "auto".
         restarts: with "ascent", whether a multiplier is set to zero where its constraint holds.
         kp: the proportional gain of "nupi".
         nu: the smoothing of "nupi".
@@ -65,8 +66,11 @@ class Recipe:
         scaling: "unit" for pixels in [0, 1], "standard" for mean 0 and deviation 1.
         augment: whether images are padded by 4, cropped at random and mirrored.
         samples: L of eq. 9, draws of the gates for each batch.
+        extra_gradient: whether every step is taken with the gradient at a look-ahead (Korpelevich, 1976), of weights,
+            gates and multipliers; at two gradients a step.
         finalize: whether units are closed at the end until the kept cost is within `at_most`.
-        finetune_epochs: further epochs after `epochs`, and after `finalize`, with fixed gates.
+        finetune_epochs: further epochs after `epochs`, and after `finalize`, with fixed gates and learning rates that
+            fall to zero on a line.
         recalibrate: whether batch-norm statistics are gathered anew with the gates as they are at test time.
         precision: "float32", or "bfloat16" for autocast.
         compile: whether `torch.compile` is used; None where it pays.
@@ -100,8 +104,8 @@ class Recipe:
     cost: Literal["l0_norm", "params", "macs"] = "l0_norm"
     at_most: float | dict[str, float] | None = None
     on: Literal["expected", "kept"] = "expected"
-    dual: Literal["ascent", "nupi", "extrapolation"] = "ascent"
-    dual_lr: float = 1e-4
+    dual: Literal["auto", "ascent", "nupi", "extrapolation"] = "auto"
+    dual_lr: float | None = None
     restarts: bool = True
     kp: float = 0.0
     nu: float = 0.0
@@ -124,6 +128,7 @@ class Recipe:
     scaling: Literal["unit", "standard"] = "standard"
     augment: bool = False
     samples: int = 1
+    extra_gradient: bool = False
     # the end
     finalize: bool = False
     finetune_epochs: int = 0
@@ -440,8 +445,8 @@ _CHECKS: dict[str, _Check] = {
     "cost": _choice("l0_norm", "params", "macs"),
     "at_most": _optional(_one_or_many(_real("a fraction of the dense cost in (0, 1]", lambda x: 0 < x <= 1))),
     "on": _choice("expected", "kept"),
-    "dual": _choice("ascent", "nupi", "extrapolation"),
-    "dual_lr": _POSITIVE,
+    "dual": _choice("auto", "ascent", "nupi", "extrapolation"),
+    "dual_lr": _optional(_POSITIVE),
     "restarts": _flag,
     "kp": _NOT_NEGATIVE,
     "nu": _real("a number in (-1, 1)", lambda x: -1 < x < 1),
@@ -463,6 +468,7 @@ _CHECKS: dict[str, _Check] = {
     "scaling": _choice("unit", "standard"),
     "augment": _flag,
     "samples": _whole(1),
+    "extra_gradient": _flag,
     "finalize": _flag,
     "finetune_epochs": _whole(0),
     "recalibrate": _flag,
@@ -496,12 +502,14 @@ def _contradictions(recipe: Recipe) -> Iterable[str]:
         ("finalize", constrained, "without `at_most`, its target"),
         ("target_warmup", constrained, "without `at_most`, the target that would come down"),
         ("finetune_epochs", gates, "without gates (`placement`): they are epochs with fixed gates"),
+        ("dual_lr", r.dual != "auto", "with `dual` 'auto', which finds its own"),
         ("kp", r.dual == "nupi", f"with `dual` {r.dual!r}: it is a gain of 'nupi'"),
         ("nu", r.dual == "nupi", f"with `dual` {r.dual!r}: it belongs to 'nupi'"),
         ("nesterov", r.optimizer == "sgd" and r.momentum > 0, "without SGD and its `momentum`"),
     ):
         if getattr(r, name) and not allowed:
-            yield f"`{name}` must be {type(getattr(r, name))()} {why}, got {getattr(r, name)}"
+            must = "absent" if name in _NULLABLE else type(getattr(r, name))()
+            yield f"`{name}` must be {must} {why}, got {getattr(r, name)}"
 
 
 # ---------------------------------------------------------------- the papers'
@@ -589,6 +597,7 @@ def _wide() -> Iterable[Recipe]:
         drop_rates={"*": 0.3},
         rule="median",
         at_most=_blocks(0.7),
+        dual="ascent",
         dual_lr=7e-4,
         gate_lr=6.0,
         decay_gates=False,
@@ -607,25 +616,35 @@ def _blocks(at_most: float) -> dict[str, float]:
     return {f"blocks.{block}.conv1": at_most for block in range(12)}
 
 
-# Not a paper's: a network of a fifth of the MACs, on the images that come with the library, in a minute or two.
-_DEMO = Recipe(
-    name="demo",
-    network="lenet5",
-    data="mnist5k",
-    drop_rates={"*": 0.5},
-    cost="macs",
-    at_most=0.2,
-    on="kept",
-    dual="nupi",
-    dual_lr=1e-2,
-    kp=3.0,
-    target_warmup=0.3,
-    lr=1e-3,
-    gate_lr=1e-2,
-    batch=100,
-    epochs=30,
-    finalize=True,
-    finetune_epochs=5,
-)
+# ---------------------------------------------------------------- our own: a budget, and nothing to tune
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (_DEMO, *_papers(), *_wide())}
+
+def _budgets() -> Iterable[Recipe]:
+    """A constraint on what is kept, the controller that sets itself, a projection onto the target and a fine-tune."""
+    mlp = Recipe(
+        name="budget-mlp",
+        network="lenet300",
+        data="mnist",
+        placement="per_layer",
+        drop_rates={"*": 0.2},
+        cost="params",
+        at_most=0.1,
+        on="kept",
+        dual="auto",
+        target_warmup=0.5,
+        lr=1e-3,
+        gate_lr=1e-2,
+        batch=128,
+        epochs=40,
+        finalize=True,
+        finetune_epochs=10,
+        recalibrate=True,
+    )
+    yield mlp
+    lenet = mlp.override(name="budget-lenet5", network="lenet5", cost="macs")
+    yield lenet
+    # A network of a fifth of the MACs, on the images that come with the library, in a minute or two.
+    yield lenet.override(name="demo", data="mnist5k", at_most=0.2, epochs=30, finetune_epochs=6, batch=100)
+
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*_budgets(), *_papers(), *_wide())}

@@ -23,24 +23,48 @@ from ellzero.gated import Gated
 WATCHED = (costs.l0_norm, costs.params, costs.macs)
 
 
+def l2_of_weights(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
+    """`l2_norm` that the gates feel nothing of."""
+    return costs.l2_norm(gated, kept=kept, only=only, detach_gates=True)
+
+
+NORMS = (costs.l2_norm, l2_of_weights)  # have no dense value to be a fraction of
+
+
 class Objective(nn.Module):
     """One run's forward as a module, so that its weights *and* its gates are parameters of one call.
 
-    Returns the task loss of a batch, and the cost vector: `l0_norm` of each set of gates, then `params` and `macs`
-    where asked for, all as fractions of the dense cost of that part, expected; and the same as kept now.
+    Returns the task loss of a batch, and the cost vector: the parts, all as fractions of the dense cost of that part
+    (norms as they are), expected; and the same as kept now.
+
+    Args:
+        gated: the network with its gates, or None for a dense one.
+        model: the network without.
+        parts: costs, each with the pattern of what it is asked of.
+        autocast: whether the network runs in bfloat16 where that is safe, in training; loss and costs do not.
     """
 
-    def __init__(self, gated: Gated | None, model: nn.Module, parts: Sequence[tuple[costs.Cost, str | None]]) -> None:
+    def __init__(
+        self,
+        gated: Gated | None,
+        model: nn.Module,
+        parts: Sequence[tuple[costs.Cost, str | None]],
+        autocast: bool = False,
+    ) -> None:
         super().__init__()
         self.network = model if gated is None else gated
         self.gated = gated is not None
+        self.autocast = autocast
         self.parts = tuple(parts)
-        self.dense = [costs.dense(c, gated, only) for c, only in parts] if gated is not None else []
+        self.dense = []
+        if gated is not None:
+            self.dense = [1.0 if c in NORMS else costs.dense(c, gated, only) for c, only in parts]
         self.whole = [costs.dense(c, gated) for c in WATCHED] if gated is not None else []
 
     def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.network(x, gate_noise=noise) if self.gated else self.network(x)
-        return F.cross_entropy(logits, y), self.costs()
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+            logits = self.network(x, gate_noise=noise) if self.gated else self.network(x)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), self.costs()
 
     def logits(self, x: Tensor) -> Tensor:
         out: Tensor = self.network(x)
@@ -58,6 +82,12 @@ class Objective(nn.Module):
         gated: Any = self.network
         with torch.no_grad(), gated.assuming(gated.opens().to(gated.tables["ends"])):
             return self.costs()
+
+    def counts(self) -> Tensor:
+        """How many gates of each set are open at test time."""
+        gated: Any = self.network
+        sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
+        return torch.stack([part.sum() for part in gated.opens().split(sizes)])
 
     def watched(self) -> Tensor:
         """`l0_norm`, `params` and `macs` as fractions of dense: expected, then as kept now."""
@@ -110,6 +140,7 @@ class Runs(nn.Module):
                 self.register_parameter(
                     name.replace(".", "|"), nn.Parameter(torch.stack([m[name].detach() for m in members]))
                 )
+        self.compiled(False)
 
     @property
     def template(self) -> Objective:
@@ -132,10 +163,19 @@ class Runs(nn.Module):
     def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Task loss (runs,) and cost fractions (runs, parts) of one batch for each run: `x` is (runs, batch, …)."""
         if self.alone is not None:
-            loss, cost = self.alone(x[0], y[0], noise[0])
+            loss, cost = self._alone[0](x[0], y[0], noise[0])
             return loss[None], cost[None]
-        out: tuple[Tensor, Tensor] = vmap(self._one, randomness="different")(self.values(), x, y, noise)
+        out: tuple[Tensor, Tensor] = self._all(self.values(), x, y, noise)
         return out
+
+    def _stacked(self, values: dict[str, Tensor], *args: Tensor) -> Any:
+        return vmap(self._one, randomness="different")(values, *args)
+
+    def compiled(self, yes: bool) -> None:
+        """From here on runs the forward (and its backward) compiled, or as it is."""
+        self._all = torch.compile(self._stacked, fullgraph=True, dynamic=False) if yes else self._stacked
+        one: Any = torch.compile(self.alone, dynamic=False) if yes and self.alone is not None else self.alone
+        self._alone = [one]  # in a list, so that it is not a second name for the same module
 
     def _one(self, values: dict[str, Tensor], *args: Tensor) -> Any:
         return functional_call(self.template, values, args)

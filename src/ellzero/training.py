@@ -1,54 +1,163 @@
 """The one training loop: from recipes and data to trained gated networks, with their history.
 
-`Trainer` holds all that a run is made of (weights, gates, multipliers, optimizer, average, position), and `step` is
-the whole method: draw, run, add the objective, backward, descend, ascend. It trains one run or a stack of runs that
-differ in seed and objective; on a GPU the step is captured once and replayed. All that is random in an epoch is a
-function of (seed, epoch), so a run can be taken up again anywhere, and does not depend on the others in its stack.
-This file knows recipes and data; how files are written is in `checkpoint.py`.
+`train` is the loop and `Trainer.step` the method: draw, run, add the objective, backward, descend, ascend. A trainer
+holds one run, or a stack of runs that differ in seed and objective; on a GPU the step is compiled where that pays,
+captured once and replayed. All that is random in an epoch is a function of (seed, epoch), so a run can be taken up
+again at any step, and does not depend on the others in its stack. How files are written is in `checkpoint` and
+`folders`.
 """
 
 from __future__ import annotations
 
+import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
-from ellzero import costs, gates, objectives, placements, zoo
+from ellzero import checkpoint, costs, gates, parallel, placements, zoo
 from ellzero.compact import finalize
-from ellzero.data import Dataset, epoch_generator, scaled
+from ellzero.data import Dataset, crop_and_flip, epoch_generator, scaled
+from ellzero.folders import Folder
 from ellzero.gated import Gated, attach
+from ellzero.lagrangian import COSTS, Lagrangian, parts, targets
 from ellzero.recipes import Recipe
 from ellzero.runs import Objective, Runs
+from ellzero.watch import AbstractWatcher
 
-COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
-STACKABLE = {"name", "penalty", "at_most", "seed"}  # what runs of one stack may differ in
+STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
+_PAD = 4  # black pixels around an image that is cropped
+_WORTH_COMPILING = 20_000  # steps: compilation takes as long as some thousands of them
 
 
-def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated | None, nn.Module]:
-    """The network of a recipe, initialised by its seed, and its gates (none for a dense one)."""
-    torch.manual_seed(recipe.seed)
-    model = network(recipe, len(dataset.classes))
-    if recipe.init == "2018":
-        zoo.initialize_2018(model)
-    else:
-        layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-        rates = {p: r for p, r in recipe.drop_rates.items() if any(fnmatchcase(n, p) for n in layers)}
-        zoo.initialize_2021(model, rates if recipe.placement == "per_layer" else {})
-    if recipe.placement is None:
-        return None, model.to(device)
-    rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
-    makers = {p: partial(gates.HardConcreteGate, drop_rate=rate, rule=rule) for p, rate in recipe.drop_rates.items()}
-    where = placements.per_layer if recipe.placement == "per_layer" else placements.shrinkable
-    example = scaled(dataset.train_x[:2].cpu())
-    gated = attach(model, (example,), gate=makers, where=where)
-    return gated.to(device), model
+@final
+class Stopped(Exception):
+    """The run was told to stop, and has been saved if it has a folder."""
+
+
+@final
+class DivergedError(Exception):
+    """A loss is not a number."""
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def train(
+    recipes: Sequence[Recipe],
+    dataset: Dataset,
+    folder: Folder | None = None,
+    *,
+    every: int = 1,
+    watchers: Sequence[AbstractWatcher] = (),
+    save_seconds: float = 60.0,
+) -> Trainer:
+    """Trains to the end of the recipes: all epochs, then finalising and tuning where they say so.
+
+    Args:
+        recipes: one per run; more than one is a stack.
+        dataset: on the device to train on.
+        folder: where history, checkpoints and results go. If it has a checkpoint, the run goes on from there.
+        every: evaluate after every so many epochs, and after the last.
+        watchers: told about every step and every record.
+        save_seconds: a checkpoint is written when so many seconds have gone by since the last, and at the end.
+
+    Returns:
+        The trainer, at the end of its runs.
+
+    Raises:
+        Stopped: Ctrl-C came; the step was finished and the run saved.
+        DivergedError: the loss of a run is not a number any more.
+
+    Example:
+        >>> from ellzero.data import stand_in
+        >>> from ellzero.recipes import get
+        >>> trainer = train([get("demo").override(epochs=1, finetune_epochs=0, batch=4)], stand_in("mnist5k", images=8))
+        >>> trainer.results()[0]["costs"]["macs"]["kept"] <= 0.2
+        True
+    """
+    trainer = Trainer(recipes, dataset)
+    if folder is not None:
+        trainer.resume(folder)
+    writes, watchers = parallel.rank() == 0, list(watchers) if parallel.rank() == 0 else []
+    with ExitStack() as after:
+        interrupt = after.enter_context(_Interrupt())
+        for watcher in watchers:
+            after.callback(watcher.end)
+            watcher.begin(trainer.recipes, trainer.steps_done, trainer.steps_in_all)
+        saved = time.monotonic()
+        while not trainer.done:
+            if trainer.gates_have_learned:
+                trainer.turn()
+            for _ in trainer.train_epoch():
+                for watcher in watchers:
+                    watcher.step(trainer.steps_done)
+                due = folder is not None and time.monotonic() - saved >= save_seconds
+                wish = parallel.strongest(2 if interrupt.asked else int(due), trainer.device)
+                if wish and folder is not None:
+                    trainer.save(folder)
+                    saved = time.monotonic()
+                if wish == 2:
+                    raise Stopped(f"stopped after epoch {trainer.epoch}, step {trainer.position}")
+            if trainer.done:
+                trainer.recalibrate()
+            if trainer.epoch % every == 0 or trainer.epoch == trainer.recipe.epochs or trainer.done:
+                records = trainer.note()
+                if folder is not None and writes:
+                    folder.log(records)
+                for watcher in watchers:
+                    watcher.note(records)
+        if folder is not None:
+            trainer.save(folder)
+            if writes:
+                folder.finish(trainer.results())
+    return trainer
+
+
+def restore(folder: Folder, dataset: Dataset) -> Trainer:
+    """The newest state in a folder, to look at or to go on from.
+
+    Raises:
+        checkpoint.CheckpointError: there is no checkpoint that can be read.
+    """
+    trainer = Trainer(folder.recipes, dataset)
+    if not trainer.resume(folder, cut=False):
+        raise checkpoint.CheckpointError(f"there is no checkpoint in {str(folder.path)!r} yet")
+    return trainer
+
+
+@final
+class _Interrupt:
+    """Turns the first Ctrl-C into a wish, so that the step can be finished; the second is the usual one."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> _Interrupt:
+        self.before = None
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def _ask(self, *_: object) -> None:
+        self.asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)
+
+
+# ---------------------------------------------------------------- from a recipe to a network
 
 
 def network(recipe: Recipe, classes: int) -> nn.Module:
@@ -61,207 +170,274 @@ def network(recipe: Recipe, classes: int) -> nn.Module:
     return zoo.WideResNet(int(depth), int(width), classes, dropout=recipe.dropout)
 
 
-def _refuse_unknown(recipe: Recipe) -> None:
-    """Refuses what a recipe may ask for and this loop does not do: a setting that is silently left out is a wrong
-    result.
-    """
-    asked = {
-        "milestones": bool(recipe.milestones) and recipe.decay != 1.0,
-        "l2": recipe.l2 > 0,
-        "augment": recipe.augment,
-        "recalibrate": recipe.recalibrate,
-        "precision": recipe.precision != "float32",
-        "compile": recipe.compile is True,
-    }
-    unknown = [name for name, is_asked in asked.items() if is_asked]
-    if unknown:
-        raise ValueError(f"`{recipe.name}` asks for {', '.join(unknown)}, which the training loop does not do yet")
+def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated | None, nn.Module]:
+    """The network of a recipe, initialised by its seed, and its gates (none for a dense one)."""
+    torch.manual_seed(recipe.seed)
+    model = network(recipe, len(dataset.classes))
+    gated = None
+    if recipe.placement is not None:
+        rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
+        makers = {p: partial(gates.HardConcreteGate, drop_rate=r, rule=rule) for p, r in recipe.drop_rates.items()}
+        where = placements.per_layer if recipe.placement == "per_layer" else placements.shrinkable
+        gated = attach(model, (scaled(dataset.train_x[:2].cpu()),), gate=makers, where=where)
+    if recipe.init == "2018":
+        zoo.initialize_2018(model)
+    else:
+        # Gates of `per_layer` have the name of the layer whose weights make up for them; others belong to no one layer.
+        names = [name for name, _ in gated.named_gates()] if gated and recipe.placement == "per_layer" else []
+        zoo.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
+    return (None, model.to(device)) if gated is None else (gated.to(device), model)
 
 
+# ---------------------------------------------------------------- a stack of runs
+
+
+@final
 class Trainer:
-    """A stack of runs under training.
+    """A stack of runs under training: all that they are made of, and one step of them.
 
     Args:
-        recipes: one per run; they may differ in name, seed, penalty and target.
+        recipes: one per run; they may differ in what `STACKABLE` names.
         dataset: on the device that the runs train on.
 
     Raises:
-        ValueError: the recipes differ in more than that.
+        ValueError: the recipes differ in more than that, or do not fit the data or the number of processes.
     """
 
     def __init__(self, recipes: Sequence[Recipe], dataset: Dataset) -> None:
         self.recipes, self.data = list(recipes), dataset
-        self.recipe = recipe = recipes[0]
-        for other in recipes[1:]:
-            a, b = recipe.to_dict(), other.to_dict()
+        self.recipe = recipe = self.recipes[0]
+        self.rank, self.ranks = parallel.rank(), parallel.ranks()
+        self.device = dataset.train_x.device
+        self.steps_per_epoch = len(dataset.train_x) // recipe.batch
+        self._refuse()
+        built = [build(r, dataset, self.device) for r in recipes]
+        torch.manual_seed(int(np.random.SeedSequence([recipe.seed, self.rank]).generate_state(1)[0]))  # of dropout
+        first = built[0][0]
+        self.gates = [] if first is None else [name for name, _ in first.named_gates()]
+        self.parts = parts(recipes, self.gates) if self.gates else []
+        self.runs = Runs([Objective(g, m, self.parts, recipe.precision == "bfloat16") for g, m in built])
+        self.runs.to(self.device)
+        self.lagrangian = Lagrangian(
+            recipes,
+            self.parts,
+            self.runs.template.dense,
+            images=len(dataset.train_x),
+            steps=recipe.epochs * self.steps_per_epoch,
+            device=self.device,
+        )
+        self._optimizer()
+        self.average = {n: torch.zeros_like(v) for n, v in self.runs.values().items()} if recipe.ema else {}
+        self.clock = torch.zeros((), device=self.device)  # steps done, for the target and the average's correction
+        self.losses = torch.zeros(self.runs.size, device=self.device)  # summed since the last record
+        self.epoch = self.position = self.ascents = self.summed = 0
+        self.seconds = 0.0  # of training since the last record
+        self.tuning = False
+        self.history: list[dict[str, Any]] = []
+        self._images = self._source()
+        self._restart()
+
+    def _refuse(self) -> None:
+        r = self.recipe
+        for other in self.recipes[1:]:
+            a, b = r.to_dict(), other.to_dict()
             differ = [k for k in a if a[k] != b[k] and k not in STACKABLE]
             if differ:
                 raise ValueError(f"`recipes` of one stack must agree in {', '.join(differ)}")
-        _refuse_unknown(recipe)
-        self.device = dataset.train_x.device
-        built = [build(r, dataset, self.device) for r in recipes]
-        self.parts = self._parts(built[0][0])
-        self.runs = Runs([Objective(g, m, self.parts) for g, m in built]).to(self.device)
-        self.steps_per_epoch = len(dataset.train_x) // recipe.batch
-        self._objective()
-        self._optimizer()
-        self.epoch = self.position = self.ascents = 0
-        self.tuning = False
-        self.history: list[dict[str, Any]] = []
-        self._captured: Any = None
-
-    # ---- the objective as a few small matrices -----------------------------------------------------------------------
-
-    def _parts(self, gated: Gated | None) -> list[tuple[costs.Cost, str | None]]:
-        if gated is None:
-            return []
-        cost = COSTS[self.recipe.cost]
-        by_gates: list[tuple[costs.Cost, str | None]] = [(costs.l0_norm, name) for name, _ in gated.named_gates()]
-        if cost is costs.l0_norm:
-            return by_gates
-        patterns = dict.fromkeys(p for r in self.recipes for p in self._groups(r))  # of modules, for these costs
-        return [*by_gates, *((cost, None if p == "*" else p) for p in patterns)]
-
-    def _objective(self) -> None:
-        """Penalty, constraints and targets of every run as tensors over the cost vector."""
-        size, n = self.runs.size, len(self.parts)
-        names = [only for cost, only in self.parts if cost is costs.l0_norm]
-        dense = torch.tensor(self.runs.template.dense, dtype=torch.float64)
-        groups = [self._groups(r) for r in self.recipes]
-        count = max([len(g) for g in groups] + [1])
-        penalty, member = torch.zeros(size, n, dtype=torch.float64), torch.zeros(size, count, n, dtype=torch.float64)
-        target = torch.ones(size, count, dtype=torch.float64)
-        for run, recipe in enumerate(self.recipes):
-            if recipe.penalty is not None:
-                c = recipe.penalty if isinstance(recipe.penalty, dict) else {"*": recipe.penalty}
-                self._refuse_unmatched("penalty", c, names)
-                for k, name in enumerate(names):
-                    each = next((v for p, v in c.items() if fnmatchcase(str(name), p)), 0.0)
-                    penalty[run, k] = each / len(self.data.train_x) * dense[k]
-            for g, (pattern, at_most) in enumerate(groups[run].items()):
-                target[run, g] = at_most
-                if recipe.cost == "l0_norm":
-                    self._refuse_unmatched("at_most", (pattern,), names)
-                    chosen = torch.tensor([fnmatchcase(str(name), pattern) for name in names])
-                    member[run, g, : len(names)] = dense[: len(names)] * chosen / (dense[: len(names)] * chosen).sum()
-                else:
-                    member[run, g, self.parts.index((COSTS[recipe.cost], None if pattern == "*" else pattern))] = 1
-        self.penalty, self.member, self.target = (t.to(self.device, torch.float32) for t in (penalty, member, target))
-        self.multiplier = torch.zeros(size, count, device=self.device)
-        self.dual = self._dual()
-        self.memory = {name: torch.zeros_like(self.multiplier) for name in self.dual.memory}
-        self.clock = torch.zeros(
-            (), device=self.device
-        )  # steps done, for the target's warm-up and the average's correction
-
-    @staticmethod
-    def _refuse_unmatched(argument: str, patterns: Iterable[str], names: Sequence[str | None]) -> None:
-        for pattern in patterns:
-            if not any(fnmatchcase(str(name), pattern) for name in names):
-                known = ", ".join(map(str, names))
-                raise ValueError(f"`{argument}` must have patterns that match gates ({known}), got {pattern!r}")
-
-    def _groups(self, recipe: Recipe) -> dict[str, float]:
-        if recipe.at_most is None:
-            return {}
-        return dict(recipe.at_most) if isinstance(recipe.at_most, dict) else {"*": recipe.at_most}
-
-    def _dual(self) -> objectives.AbstractDual:
-        r = self.recipe
-        if r.dual == "nupi":
-            return objectives.NuPI(kp=r.kp, ki=r.dual_lr, nu=r.nu)
-        if r.dual == "extrapolation":
-            return objectives.ExtrapolationFromPast(r.dual_lr)
-        return objectives.GradientAscent(r.dual_lr, r.restarts)
+        if r.augment and len(self.recipes) > 1:
+            raise ValueError("`augment` cannot be in a stack: train its seeds one after the other")
+        if self.steps_per_epoch < 1:
+            raise ValueError(f"`batch` must be at most the {len(self.data.train_x)} training images, got {r.batch}")
+        if self.ranks > 1 and len(self.recipes) > 1:
+            raise ValueError(f"`recipes` must be one for {self.ranks} processes, got {len(self.recipes)}")
+        if r.batch % self.ranks:
+            raise ValueError(f"`batch` must be a multiple of the {self.ranks} processes, got {r.batch}")
 
     def _optimizer(self) -> None:
-        r = self.recipe
-        on_gpu = self.device.type == "cuda"
-        gate, weight = self.runs.gates_and_weights()
-        groups = [{"params": weight, "lr": self._rate(r.lr)}]
-        if gate:
-            groups.append({"params": gate, "lr": self._rate(r.lr if r.gate_lr is None else r.gate_lr)})
+        """Weights, and gates with a learning rate of their own. Where eq. 17 acts on weights, no other decay does."""
+        r, on_gpu = self.recipe, self.device.type == "cuda"
+        template: Any = self.runs.template.network
+        counted = {f"network.model.{s.tensor}" for p in template.placements for s in p.counts} if self.gates else set()
+        members = self.runs.values()
+        is_gate = {name: name.startswith("network.gates.") and bool(self.gates) for name in members}
+        groups = [
+            ("weights", [n for n in members if not is_gate[n] and n not in counted], r.lr, r.l2),
+            ("counted", [n for n in members if n in counted], r.lr, 0.0),
+            ("gates", [n for n in members if is_gate[n]], r.lr if r.gate_lr is None else r.gate_lr, 0.0),
+        ]
+        self.rates = {kind: rate for kind, _, rate, _ in groups}
+        settings: list[dict[str, Any]] = [
+            {
+                "kind": kind,
+                "params": [members[n] for n in names],
+                "weight_decay": decay,
+                "lr": torch.tensor(rate, device=self.device) if on_gpu else rate,  # a captured step reads it each time
+            }
+            for kind, names, rate, decay in groups
+            if names
+        ]
         if r.optimizer == "adam":
-            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(groups, capturable=on_gpu, fused=on_gpu)
+            self.optimizer: torch.optim.Optimizer = torch.optim.Adam(settings, capturable=on_gpu, fused=on_gpu)
         else:
-            self.optimizer = torch.optim.SGD(groups, momentum=r.momentum, nesterov=r.nesterov, weight_decay=r.l2)
-        self.average = {n: torch.zeros_like(v) for n, v in self.runs.values().items()} if r.ema is not None else {}
+            self.optimizer = torch.optim.SGD(settings, momentum=r.momentum, nesterov=r.nesterov, fused=on_gpu)
 
-    def _rate(self, lr: float) -> Any:
-        return torch.tensor(lr, device=self.device) if self.device.type == "cuda" else lr
+    def _restart(self) -> None:
+        """Makes the step anew: as it is, then captured; compiled where that pays."""
+        r = self.recipe
+        long = self.device.type == "cuda" and self.ranks == 1 and self.steps_in_all >= _WORTH_COMPILING
+        self.runs.compiled(not self.tuning and (long if r.compile is None else r.compile))
+        self._forward: nn.Module = self.runs
+        if self.ranks > 1:
+            self._forward = DistributedDataParallel(self.runs)
+        self._captured: Any = None
+        self._warm = 0
+
+    # ---- where it stands ---------------------------------------------------------------------------------------------
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of every run so far."""
+        return self.epoch * self.steps_per_epoch + self.position
+
+    @property
+    def steps_in_all(self) -> int:
+        """Steps of every run to its end."""
+        return (self.recipe.epochs + self.recipe.finetune_epochs) * self.steps_per_epoch
+
+    @property
+    def gates_have_learned(self) -> bool:
+        """Whether it is time to `turn`: the epochs with gates that learn are over, and something comes after them."""
+        r = self.recipe
+        return self.epoch >= r.epochs and not self.tuning and (r.finalize or r.finetune_epochs > 0)
+
+    @property
+    def done(self) -> bool:
+        """Whether the runs are at their end."""
+        return self.epoch >= self.recipe.epochs + self.recipe.finetune_epochs and not self.gates_have_learned
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def step(self, x: Tensor, y: Tensor, noise: Tensor, first: bool) -> Tensor:
-        """One step of every run: (runs, batch, …), (runs, batch), (runs, samples, gates); returns the task losses."""
-        r = self.recipe
-        samples = [self.runs(x, y, u) for u in noise.unbind(1)]  # L of eq. 9
+        """One step of every run: (runs, batch, …), (runs, batch), (runs, draws, gates); returns the task losses."""
+        if self.recipe.extra_gradient and not self.tuning:
+            here, there = noise.chunk(2, 1)
+            with self._look_ahead():
+                _, seen = self._gradient(x, y, here)
+                self._move(seen, first)
+                loss, seen = self._gradient(x, y, there)
+        else:
+            loss, seen = self._gradient(x, y, noise)
+        self._move(seen, first)
+        with torch.no_grad():
+            self.clock += 1
+            self.losses += loss
+            if self.average and not self.tuning:
+                now = [v.detach() for v in self.runs.values().values()]
+                torch._foreach_lerp_(list(self.average.values()), now, 1 - (self.recipe.ema or 0))
+        return loss
+
+    def _gradient(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the Lagrangian; the losses, and the violations where there are constraints."""
+        samples = [self._forward(x, y, u) for u in noise.unbind(1)]  # L of eq. 9
         loss, cost = torch.stack([s[0] for s in samples]).mean(0), samples[0][1]
-        total = loss
-        seen = None
-        if self.parts and not self.tuning:
-            now = self.target
-            if r.target_warmup:
-                left = (1 - self.clock / (r.target_warmup * r.epochs * self.steps_per_epoch)).clamp(min=0)
-                now = self.target + (1 - self.target) * left
-            gap = torch.einsum("sgp,sp->sg", self.member, cost) - now
-            total = loss + (self.penalty * cost).sum(1) + (self.multiplier * gap).sum(1)
-            seen = gap.detach()
-            if r.on == "kept":  # of the parameters that the step starts from, as the expected one
-                seen = torch.einsum("sgp,sp->sg", self.member, self.runs.evaluate("kept")) - now
+        total, seen = loss, None
+        if self.gates and not self.tuning:
+            gaps = self.lagrangian.gaps(cost, self.clock)
+            total = loss + self.lagrangian.terms(cost, gaps)
+            seen = gaps.detach()
+            if self.recipe.on == "kept":  # of the parameters that the step starts from, as the expected one
+                seen = self.lagrangian.gaps(self.runs.evaluate("kept"), self.clock)
         self.optimizer.zero_grad(set_to_none=self.device.type != "cuda")
         total.sum().backward()
+        return loss.detach(), seen
+
+    def _move(self, seen: Tensor | None, first: bool) -> None:
+        """Descends in weights and gates, ascends in the multipliers."""
         self.optimizer.step()
+        if seen is not None:
+            with torch.no_grad():
+                self.lagrangian.ascend(seen, first)
+
+    @contextmanager
+    def _look_ahead(self) -> Iterator[None]:
+        """Undoes what is done to parameters, multipliers and what the optimizers remember; not to gradients."""
+        values = [v.detach() for v in self.runs.values().values()]
+        duals = [self.lagrangian.multiplier, *self.lagrangian.memory.values()]
+        known = {id(t): t.clone() for t in (*values, *duals, *self._remembered())}
+        yield
         with torch.no_grad():
-            if seen is not None:
-                self.dual.step(self.multiplier, seen, self.memory, first=first)
-            self.clock += 1
-            if r.ema is not None:
-                torch._foreach_lerp_(
-                    list(self.average.values()), [v.detach() for v in self.runs.values().values()], 1 - r.ema
-                )
-        return loss.detach()
+            for tensor in (*values, *duals, *self._remembered()):
+                # What was not there before begins at zero: Adam's moments and count, the momentum of SGD.
+                tensor.copy_(known[id(tensor)]) if id(tensor) in known else tensor.zero_()
+
+    def _remembered(self) -> list[Tensor]:
+        return [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+    # ---- one epoch ---------------------------------------------------------------------------------------------------
+
+    def train_epoch(self) -> Iterator[Tensor]:
+        """The rest of an epoch, step by step: yields the task losses (runs,) after each; nothing at the end."""
+        if self.done:
+            return
+        started = time.perf_counter()
+        self.runs.train()
+        if self.gates:  # in tuning the gates stay at their test-time values and only the weights move
+            self.runs.template.network.training = not self.tuning
+        self._set_rates()
+        order, noise = self._epoch()
+        step = self._replayed if self.device.type == "cuda" and self.ranks == 1 else self._as_it_is
+        while self.position < self.steps_per_epoch:
+            loss = step(order[self.position], noise[self.position])
+            self.ascents += 1
+            self.summed += 1
+            self.position += 1
+            self.seconds, started = self.seconds + time.perf_counter() - started, time.perf_counter()
+            yield loss
+            started = time.perf_counter()
+        self.epoch, self.position = self.epoch + 1, 0
+        self.losses.tolist()  # waits for the device
+        self.seconds += time.perf_counter() - started
 
     def _epoch(self) -> tuple[Tensor, Tensor]:
-        """The order of the images and the gates' noise of this epoch: functions of (seed, epoch), run by run."""
+        """The order of the images and the gates' noise of this epoch: functions of (seed, epoch), run by run.
+
+        Of several processes, each has its share of every batch, and noise of its own.
+        """
         gated: Any = self.runs.template.network
-        count = gated.liveness.size if self.parts else 1
+        count = gated.liveness.size if self.gates else 1
         order, noise = [], []
         for recipe in self.recipes:
-            seed = int(torch.randint(2**62, (), generator=epoch_generator(recipe.seed, self.epoch)))
-            generator = torch.Generator(self.device).manual_seed(seed)
+            drawn = epoch_generator(recipe.seed, self.epoch)
+            generator = torch.Generator(self.device).manual_seed(int(torch.randint(2**62, (), generator=drawn)))
+            if recipe.augment:
+                self._augment(drawn)
             shuffled = torch.randperm(len(self.data.train_x), generator=generator, device=self.device)
-            order.append(shuffled[: self.steps_per_epoch * recipe.batch].view(self.steps_per_epoch, recipe.batch))
-            shape = (self.steps_per_epoch, recipe.samples, count)
+            batches = shuffled[: self.steps_per_epoch * recipe.batch].view(self.steps_per_epoch, recipe.batch)
+            order.append(batches.chunk(self.ranks, 1)[self.rank])
+            if self.rank:
+                own = np.random.SeedSequence([recipe.seed, self.epoch, self.rank]).generate_state(1, np.uint64)[0]
+                generator.manual_seed(int(own) >> 1)
+            shape = (self.steps_per_epoch, recipe.samples * (2 if recipe.extra_gradient else 1), count)
             noise.append(torch.rand(shape, generator=generator, device=self.device))
         return torch.stack(order, 1), torch.stack(noise, 1)
 
-    def train_epoch(self) -> Iterator[Tensor]:
-        """The rest of an epoch, step by step: yields the task losses (runs,) after each."""
-        self.runs.train()
-        self._fix_gates(self.tuning)
-        order, noise = self._epoch()
-        while self.position < self.steps_per_epoch:
-            t = self.position
-            if self.device.type == "cuda":
-                loss = self._replay(order[t], noise[t])
-            else:
-                x, y = self._batch(order[t])
-                loss = self.step(x, y, noise[t], first=self.ascents == 0)
-            self.ascents += 1
-            self.position += 1
-            yield loss
-        self.epoch, self.position = self.epoch + 1, 0
+    def _source(self) -> Tensor:
+        """The training images: scaled once and for all, or bytes that every epoch crops and flips anew."""
+        return self.data.train_x.clone() if self.recipe.augment else self.images(self.data.train_x)
 
-    def _fix_gates(self, fixed: bool) -> None:
-        """In tuning the gates stay at their test-time values and only the weights move."""
-        if self.parts:
-            self.runs.template.network.training = not fixed
+    def _augment(self, generator: torch.Generator) -> None:
+        n = len(self.data.train_x)
+        top, left = torch.randint(2 * _PAD + 1, (2, n), generator=generator)
+        flip = torch.randint(2, (n,), generator=generator).bool()
+        top, left, flip = (draw.to(self.device) for draw in (top, left, flip))
+        for part in torch.arange(n, device=self.device).split(10_000):  # in a few large operations, but not all at once
+            self._images[part] = crop_and_flip(self.data.train_x[part], top[part], left[part], flip[part], _PAD)
 
     def _batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        if not hasattr(self, "_images"):
-            self._images = self.images(self.data.train_x)
-        return self._images[index], self.data.train_y[index]
+        x = self._images[index]
+        if self.recipe.augment:
+            x = self.images(x.flatten(0, 1)).view(x.shape)
+        return x, self.data.train_y[index]
 
     def images(self, bytes_: Tensor) -> Tensor:
         """Pixels as the recipe scales them."""
@@ -269,22 +445,36 @@ class Trainer:
             return scaled(bytes_)
         return scaled(bytes_, self.data.mean, self.data.std)
 
-    def _replay(self, index: Tensor, noise: Tensor) -> Tensor:
+    def _set_rates(self) -> None:
+        r = self.recipe
+        decayed = r.decay ** sum(m <= self.epoch for m in r.milestones)
+        left = 1 - (self.epoch - r.epochs) / r.finetune_epochs if self.tuning and r.finetune_epochs else 1.0
+        for group in self.optimizer.param_groups:
+            rate = self.rates[group["kind"]] * left
+            rate *= decayed if group["kind"] != "gates" or r.decay_gates else 1.0
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _as_it_is(self, index: Tensor, noise: Tensor) -> Tensor:
+        return self.step(*self._batch(index), noise, first=self.ascents == 0)
+
+    def _replayed(self, index: Tensor, noise: Tensor) -> Tensor:
         """The step as a CUDA graph: three steps as they are, then captured once and replayed."""
-        if self.ascents < 3 and self._captured is None:
-            x, y = self._batch(index)
+        if self._warm < 3:
+            self._warm += 1
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                loss = self.step(x, y, noise, first=self.ascents == 0)
+                loss = self._as_it_is(index, noise)
             torch.cuda.current_stream().wait_stream(side)
             return loss
         if self._captured is None:
             static = index.clone(), noise.clone()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                x, y = self._batch(static[0])
-                loss = self.step(x, y, static[1], first=False)
+                loss = self.step(*self._batch(static[0]), static[1], first=False)
             self._captured = graph, static, loss
         graph, static, captured = self._captured
         static[0].copy_(index)
@@ -297,40 +487,90 @@ class Trainer:
 
     def values(self) -> dict[str, Tensor]:
         """The parameters that count: averaged (and bias-corrected) if the recipe says so, else raw."""
-        if self.recipe.ema is None or float(self.clock) == 0:
+        if not self.average or self.tuning or float(self.clock) == 0:
             return {n: v.detach() for n, v in self.runs.values().items()}
-        correction = 1 - self.recipe.ema ** float(self.clock)
+        correction = 1 - (self.recipe.ema or 0) ** float(self.clock)
         return {n: v / correction for n, v in self.average.items()}
 
     @torch.no_grad()
-    def evaluate(self, chunk: int = 1000) -> dict[str, Tensor]:
-        """Test error in percent, expected and kept cost fractions, of every run, with the test-time gates."""
+    def evaluate(self, chunk: int | None = None) -> dict[str, Tensor]:
+        """Test error in percent, expected and kept cost fractions, open gates, of every run, with the test-time gates.
+
+        In full precision. Of several processes, each looks at its share of the images.
+        """
         self.runs.eval()
         values = self.values()
+        chunk = chunk or (1000 if self.device.type != "cuda" or self.recipe.network.startswith("wrn") else 10_000)
         wrong = torch.zeros(self.runs.size, device=self.device)
-        for x, y in zip(self.data.test_x.split(chunk), self.data.test_y.split(chunk), strict=True):
+        pairs = list(zip(self.data.test_x.split(chunk), self.data.test_y.split(chunk), strict=True))
+        for x, y in pairs[self.rank :: self.ranks]:
             logits = self.runs.evaluate("logits", self.images(x), values=values)
             wrong += (logits.argmax(-1) != y).sum(1)
-        out = {"error": 100 * wrong / len(self.data.test_y)}
-        if self.parts:
+        out = {"error": 100 * parallel.total(wrong) / len(self.data.test_y)}
+        if self.gates:
             out["expected"], out["kept"] = self.runs.evaluate("watched", values=values).unbind(1)
+            out["open"] = self.runs.evaluate("counts", values=values)
         return out
 
     def network(self, run: int) -> nn.Module:
         """One run's network with the parameters that count, in evaluation: a `Gated`, or the dense network."""
         return self.runs.network(run, self.values()).eval()
 
+    def note(self) -> list[dict[str, Any]]:
+        """Evaluates every run and adds a record of each to the history: these records.
+
+        Raises:
+            DivergedError: the loss of a run is not a number.
+        """
+        losses: list[Any] = [None] * self.runs.size  # after finalising there were no steps
+        if self.summed:
+            losses = (parallel.total(self.losses.clone()) / self.summed / self.ranks).tolist()
+        for recipe, loss in zip(self.recipes, losses, strict=True):
+            if loss is not None and not math.isfinite(loss):
+                raise DivergedError(
+                    f"the loss of `{recipe.name}`, seed {recipe.seed}, is {loss} after epoch {self.epoch}: "
+                    f"try a smaller `lr` or `gate_lr`"
+                )
+        seen = {k: v.tolist() for k, v in self.evaluate().items()}
+        records = []
+        for run, recipe in enumerate(self.recipes):
+            record: dict[str, Any] = {
+                "epoch": self.epoch,
+                "run": recipe.name,
+                "seed": recipe.seed,
+                "seconds": self.seconds,
+                "loss": losses[run],
+                "error": seen["error"][run],
+                "tuning": self.tuning,
+            }
+            if self.gates:
+                record |= {k: dict(zip(COSTS, seen[k][run], strict=True)) for k in ("expected", "kept")}
+                record["multiplier"] = self.lagrangian.multiplier[run].tolist()
+                record["open"] = dict(zip(self.gates, seen["open"][run], strict=True))
+            records.append(record)
+        self.history += records
+        self.losses.zero_()
+        self.seconds, self.summed = 0.0, 0
+        return records
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Ends the epochs with gates that learn, as the recipe says."""
+        self.finalize() if self.recipe.finalize else self.tune()
+
     def finalize(self) -> None:
         """Closes units in every run until its kept cost is within its target, and moves on to `tune`."""
         self.tune()
         for run, recipe in enumerate(self.recipes):
             gated: Any = self.runs.network(run)
-            for pattern, at_most in self._groups(recipe).items():
+            for pattern, at_most in targets(recipe).items():
                 finalize(gated, at_most if pattern == "*" else {pattern: at_most}, COSTS[recipe.cost])
             for name, gate in gated.gates.named_parameters():
                 own = self.runs.values()[f"network.gates.{name}"]
                 with torch.no_grad():
                     (own if self.runs.size == 1 else own[run]).copy_(gate)
+        self.recalibrate()
 
     def tune(self) -> None:
         """From here on the gates are fixed, and only the weights move: both from the parameters that count."""
@@ -338,51 +578,36 @@ class Trainer:
         with torch.no_grad():
             for name, value in self.runs.values().items():
                 value.copy_(values[name])
+        self._fix()
+
+    def _fix(self) -> None:
         self.tuning = True
-        self._captured = None
-        self.recipe = replace(self.recipe, ema=None)
-        gate, _ = self.runs.gates_and_weights()
         for group in self.optimizer.param_groups:
-            if gate and group["params"][0] is gate[0]:
-                group["lr"] = self._rate(0.0)
+            if group["kind"] == "gates":
+                for gate in group["params"]:
+                    gate.requires_grad_(False)
+                    gate.grad = None  # the optimizer passes over it
+        self._restart()
 
-    # ---- a whole run -------------------------------------------------------------------------------------------------
-
-    def train(self, log: Callable[[dict[str, Any]], None] | None = None, *, every: int = 1) -> None:
-        """Trains to the end of the recipe: all epochs, then finalising and tuning if the recipe says so.
-
-        Args:
-            log: called with each record of the history, one per run and evaluated epoch.
-            every: evaluate after every so many epochs, and after the last.
-        """
-        r = self.recipes[0]
-        while self.epoch < r.epochs + r.finetune_epochs:
-            if self.epoch == r.epochs and not self.tuning:
-                self.finalize() if r.finalize else self.tune()
-            started = time.perf_counter()
-            total = torch.zeros(self.runs.size, device=self.device)
-            for loss in self.train_epoch():
-                total += loss
-            means = (total / self.steps_per_epoch).tolist()  # waits for the device
-            seconds = time.perf_counter() - started
-            if self.epoch % every == 0 or self.epoch in (r.epochs, r.epochs + r.finetune_epochs):
-                self.note(means, seconds, log)
-        if r.finalize and not self.tuning:
-            self.finalize()
-            self.note([float("nan")] * self.runs.size, 0.0, log)
-
-    def note(self, losses: Sequence[float], seconds: float, log: Callable[[dict[str, Any]], None] | None) -> None:
-        """Evaluates every run and adds a record of each to the history."""
-        seen = {k: v.tolist() for k, v in self.evaluate(10_000 if self.device.type == "cuda" else 1000).items()}
-        for run, recipe in enumerate(self.recipes):
-            record: dict[str, Any] = {"epoch": self.epoch, "run": recipe.name, "seed": recipe.seed, "seconds": seconds}
-            record |= {"loss": losses[run], "error": seen["error"][run], "tuning": self.tuning}
-            if self.parts:
-                record |= {k: dict(zip(COSTS, seen[k][run], strict=True)) for k in ("expected", "kept")}
-                record["multiplier"] = self.multiplier[run].tolist()
-            self.history.append(record)
-            if log is not None:
-                log(record)
+    @torch.no_grad()
+    def recalibrate(self, batches: int = 200) -> None:
+        """Gathers batch-norm statistics anew, with the parameters that count and the gates as they are at test time."""
+        norms = [m for m in self.runs.template.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        if not norms or not self.recipe.recalibrate:
+            return
+        self.runs.eval()
+        values, order = self.values(), self._epoch()[0]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain mean over all batches
+            norm.train()
+        for index in order[:batches]:
+            self.runs.evaluate("logits", self._batch(index)[0][0], values=values)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            norm.eval()
+        parallel.from_first(list(self.runs.template.buffers()))
 
     def results(self) -> list[dict[str, Any]]:
         """What came out of every run: recipe, errors, and the network that `compact` gives."""
@@ -394,9 +619,11 @@ class Trainer:
                 "seed": recipe.seed,
                 "error_best": min(h["error"] for h in mine),
                 "error_last": mine[-1]["error"],
-                "gates": "averaged" if self.recipe.ema is not None else "raw",
+                "seconds": sum(h["seconds"] for h in mine),
+                "runs_in_stack": self.runs.size,
             }
-            if self.parts:
+            if self.gates:
+                result["gates"] = "averaged" if recipe.ema is not None else "raw"
                 gated: Any = self.network(run).cpu()
                 fractions = {}
                 for name, cost in COSTS.items():
@@ -407,6 +634,101 @@ class Trainer:
                 result |= {"architecture": architecture(gated), "costs": fractions}
             out.append(result)
         return out
+
+    # ---- to disk and back --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the run depends on, as tensors and plain data."""
+        return {
+            "values": {n: v.detach() for n, v in self.runs.values().items()},
+            "buffers": dict(self.runs.template.named_buffers()),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "average": dict(self.average),
+            "lagrangian": self.lagrangian.state(),
+            "clock": self.clock,
+            "losses": self.losses,
+            "random": [checkpoint.random_state(self.device)],
+            **{name: getattr(self, name) for name in _COUNTERS},
+            "records": len(self.history),
+            "ranks": self.ranks,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes up a state; the history is the caller's to bring."""
+        if state["tuning"]:
+            self._fix()
+        else:
+            self._restart()
+        with torch.no_grad():
+            for name, value in self.runs.values().items():
+                value.copy_(state["values"][name])
+            for name, buffer in self.runs.template.named_buffers():
+                buffer.copy_(state["buffers"][name])
+            for name, value in self.average.items():
+                value.copy_(state["average"][name])
+            self.clock.copy_(state["clock"])
+            self.losses.copy_(state["losses"])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": dict(state["optimizer"]), "param_groups": groups})
+        self.lagrangian.load(state["lagrangian"])
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
+        checkpoint.set_random_state(state["random"][self.rank], self.device)
+
+    def save(self, folder: Folder) -> None:
+        """Writes a checkpoint; of several processes, the first does.
+
+        Raises:
+            checkpoint.CheckpointError: it cannot be written. The ones before are still there.
+        """
+        state = self.state()
+        state["random"] = parallel.gathered(checkpoint.random_state(self.device))
+        if self.rank == 0:
+            digest, plain = _identity(self.recipes)
+            checkpoint.save(folder.checkpoints, state, step=self.steps_done, recipe_digest=digest, recipe=plain)
+
+    def resume(self, folder: Folder, *, cut: bool = True) -> bool:
+        """Takes up the newest checkpoint of a folder, if there is one.
+
+        Args:
+            folder: of these recipes.
+            cut: whether records that were written after the checkpoint are removed from the folder.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            checkpoint.CheckpointError: there is one and it cannot be read, is of another recipe, or was written by
+                another number of processes or on another kind of device.
+        """
+        if not checkpoint.steps(folder.checkpoints):
+            if cut and self.rank == 0:
+                folder.cut(0)
+            return False
+        digest, plain = _identity(self.recipes)
+        found = checkpoint.load(folder.checkpoints, digest, plain)
+        if cut and found.state["ranks"] != self.ranks:
+            raise checkpoint.CheckpointError(
+                f"{str(folder.path)!r} was trained by {found.state['ranks']} processes and goes on with as many, "
+                f"got {self.ranks}"
+            )
+        if not cut:
+            found.state["random"] = [checkpoint.random_state(self.device)]  # nothing is drawn by looking
+        try:
+            self.load(found.state)
+        except ValueError as error:
+            raise checkpoint.CheckpointError(f"{str(found.path)!r} cannot be taken up here: {error}") from error
+        self.history = folder.history()[: found.state["records"]]
+        if cut and self.rank == 0:
+            folder.cut(found.state["records"])
+        return True
+
+
+_COUNTERS = ("epoch", "position", "ascents", "summed", "seconds", "tuning")
+
+
+def _identity(recipes: Sequence[Recipe]) -> tuple[str, list[dict[str, Any]]]:
+    return "+".join(r.digest() for r in recipes), [r.to_dict() for r in recipes]
 
 
 def architecture(gated: Gated) -> dict[str, int]:

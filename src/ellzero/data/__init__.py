@@ -33,6 +33,7 @@ __all__ = [
     "epoch_generator",
     "load",
     "scaled",
+    "stand_in",
 ]
 
 Split = tuple[Bytes, Bytes, Bytes, Bytes]  # training images and labels, test images and labels
@@ -96,10 +97,7 @@ def load(
         >>> data.train_x.shape, data.test_x.shape, data.train_x.dtype
         (torch.Size([4000, 1, 28, 28]), torch.Size([1000, 1, 28, 28]), torch.uint8)
     """
-    if name not in KNOWN:
-        near = get_close_matches(name, KNOWN, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"`name` must be one of {', '.join(KNOWN)}, got {name!r}{hint}")
+    _refuse_unknown(name)
     facts = KNOWN[name]
     if facts.files:
         folder = data_folder(data_dir)
@@ -112,6 +110,42 @@ def load(
     train_x, test_x = (torch.from_numpy(x.copy()).to(device) for x in split[::2])
     train_y, test_y = (torch.from_numpy(y.astype(np.int64)).to(device) for y in split[1::2])
     return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std, source)
+
+
+def stand_in(name: str, images: int = 2, device: str | torch.device | None = "cpu") -> Dataset:
+    """A data set with the shape, classes, mean and deviation of a known one, and noise for images.
+
+    Networks can be built with it, looked at and made smaller where the files are not at hand.
+
+    Args:
+        name: as for `load`.
+        images: how many there are to train on, and as many to test on.
+        device: where the tensors go.
+
+    Raises:
+        ValueError: there is no such data set, or `images` is less than 1.
+
+    Example:
+        >>> data = stand_in("cifar100")
+        >>> data.train_x.shape, len(data.classes), data.source
+        (torch.Size([2, 3, 32, 32]), 100, 'noise')
+    """
+    _refuse_unknown(name)
+    if images < 1:
+        raise ValueError(f"`images` must be at least 1, got {images}")
+    facts = KNOWN[name]
+    shape = (images, 1, 28, 28) if name.startswith("mnist") else (images, 3, 32, 32)
+    draw = torch.Generator().manual_seed(0)
+    train_x, test_x = (torch.randint(256, shape, generator=draw, dtype=torch.uint8).to(device) for _ in range(2))
+    train_y, test_y = (torch.randint(len(facts.classes), (images,), generator=draw).to(device) for _ in range(2))
+    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std, "noise")
+
+
+def _refuse_unknown(name: str) -> None:
+    if name not in KNOWN:
+        near = get_close_matches(name, KNOWN, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"`name` must be one of {', '.join(KNOWN)}, got {name!r}{hint}")
 
 
 def _mnist(found: Sequence[tuple[bytes, str]]) -> Split:

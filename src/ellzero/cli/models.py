@@ -1,41 +1,31 @@
-"""The command line: `ellzero COMMAND …`, one function per command.
+"""Commands about a model of the user's own: `inspect`. And the way from words to objects: models and example inputs.
 
-A command is a function with type hints and a docstring, under `@app.command`; its arguments and its help come from
-these. It prints what was asked for to standard output and raises `CommandError` for what the user has to put right,
-which `main` prints as one line. Names as strings end here: below this file, objects are passed.
+Nothing here knows of recipes or runs.
 """
 
 from __future__ import annotations
 
 import importlib
-import io
-import json as json_format
-import logging
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, TextIO, final
+from typing import Annotated, Any, final
 
 import torch
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
-from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
-from tyro.extras import SubcommandApp
+from tyro.conf import Positional, UseAppendAction, arg
 
 from ellzero.axes import Axis, Graph, Role
-from ellzero.report import render
-from ellzero.saving import installed_version
+from ellzero.cli.app import FAILED, CommandError, app, few, quiet, said, show, show_json
 from ellzero.trace import TraceError, as_inputs, trace
 from ellzero.trial import proven
 
-FAILED, BAD_USAGE = 1, 2
 DTYPES = {
     "float": torch.float32,
     "float16": torch.float16,
@@ -47,39 +37,6 @@ DTYPES = {
     "int64": torch.int64,
     "bool": torch.bool,
 }
-
-app = SubcommandApp()
-
-
-@final
-class CommandError(Exception):
-    """What the user has to put right, in one line; `code` is what the program exits with."""
-
-    def __init__(self, message: str, code: int = BAD_USAGE) -> None:
-        super().__init__(" ".join(message.split()))
-        self.code = code
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: the arguments behind the program's name; those of the process if `None`.
-
-    Returns:
-        The exit code: 0 if all went well, 1 if the model cannot be worked on, 2 for bad usage.
-    """
-    args = list(sys.argv[1:] if argv is None else argv)
-    if args == ["--version"]:
-        sys.stdout.write(f"ellzero {installed_version()}\n")
-        return 0
-    description = "Learn sparse PyTorch networks with L0 gates, and get a smaller plain network back."
-    try:
-        app.cli(prog="ellzero", description=description, args=args or ["--help"], config=(FlagCreatePairsOff,))
-    except CommandError as error:
-        sys.stderr.write(f"ellzero: error: {error}\n")
-        return error.code
-    return 0
 
 
 # ---------------------------------------------------------------- inspect
@@ -135,7 +92,7 @@ def inspect(
     if not inputs:
         raise CommandError("`--input` must be given once for each argument of the model, such as --input 1,1,28,28")
     model = load_model(target)
-    with _quiet():
+    with quiet():
         try:
             graph = proven(model, trace(model, inputs), as_inputs(inputs))
         except TraceError as error:
@@ -143,9 +100,9 @@ def inspect(
     views = [_view(axis, streams) for axis in graph.axes]
     if json:
         content = {"model": target, "axes": [asdict(v) for v in views], "unreached": list(graph.unreached)}
-        sys.stdout.write(json_format.dumps(content, indent=2) + "\n")
+        show_json(content)
     else:
-        _print(_table(target, model, graph, views))
+        show(_table(target, model, graph, views))
 
 
 def _view(axis: Axis, streams: bool) -> AxisView:
@@ -173,12 +130,12 @@ def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[AxisView
         writers, readers = _layers(v.writes), _layers(v.reads)
         others = [name for name in _layers(v.rides) if name not in writers]  # a bias goes without saying
         state = v.state if v.why is None else f"{v.state}: {v.why}"
-        cells = (v.name, f"{v.units:,}", *("\n".join(_few(names)) for names in (writers, others, readers)))
+        cells = (v.name, f"{v.units:,}", *("\n".join(few(names)) for names in (writers, others, readers)))
         table.add_row(*map(Text, cells), Text(state, "green" if v.state == "can shrink" else ""))
     free = [v for v in views if v.state == "can shrink"]
     lines = [f"{len(free)} of {len(views)} axes can shrink, {sum(v.units for v in free):,} units in all."]
     if graph.unreached:
-        lines.append(f"The example input does not reach {', '.join(_few(graph.unreached))}; they stay as they are.")
+        lines.append(f"The example input does not reach {', '.join(few(graph.unreached))}; they stay as they are.")
     title = f"{target}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
     return Group(Text(title, "bold"), table, *map(Text, lines))
 
@@ -187,17 +144,6 @@ def _layers(places: Sequence[Place]) -> list[str]:
     """The layers that own the tensors, `×n` where they see a unit as n entries (a flattened map)."""
     names = [(p.tensor.rpartition(".")[0] or p.tensor, p.entries if len(p.dims) == 1 else 1) for p in places]
     return list(dict.fromkeys(name if entries <= 1 else f"{name} ×{entries}" for name, entries in names))
-
-
-def _few(names: Sequence[str], most: int = 6) -> list[str]:
-    return list(names) if len(names) <= most else [*names[: most - 1], f"and {len(names) - most + 1} more"]
-
-
-def _print(content: Any) -> None:
-    if sys.stdout.isatty():
-        Console().print(content)
-    else:
-        sys.stdout.write(render(content) + "\n")
 
 
 # ---------------------------------------------------------------- from words to objects
@@ -224,14 +170,14 @@ def load_model(target: str) -> nn.Module:
     except ModuleNotFoundError as error:
         if error.name is not None and f"{where}.".startswith(f"{error.name}."):
             raise CommandError(f"there is no module `{error.name}` here or among the installed packages") from error
-        raise CommandError(f"importing `{where}` failed: {_said(error)}") from error
+        raise CommandError(f"importing `{where}` failed: {said(error)}") from error
     except (Exception, SystemExit) as error:
-        raise CommandError(f"importing `{where}` failed: {_said(error)}") from error
+        raise CommandError(f"importing `{where}` failed: {said(error)}") from error
     try:
         found: Any = reduce(getattr, what.split("."), module)
     except AttributeError:
         models = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, nn.Module)]
-        hint = f"; its models are {', '.join(_few(models))}" if models else ""
+        hint = f"; its models are {', '.join(few(models))}" if models else ""
         raise CommandError(f"module `{where}` has no `{what}`{hint}") from None
     if not isinstance(found, nn.Module):
         if not callable(found):
@@ -239,7 +185,7 @@ def load_model(target: str) -> nn.Module:
         try:
             found = found()
         except (Exception, SystemExit) as error:
-            raise CommandError(f"calling `{target}` without arguments failed: {_said(error)}") from error
+            raise CommandError(f"calling `{target}` without arguments failed: {said(error)}") from error
     if not isinstance(found, nn.Module):
         raise CommandError(f"`{target}` must give an nn.Module, got {type(found).__name__}")
     return found
@@ -268,40 +214,3 @@ def example(text: str) -> Tensor:
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)  # any embedding has an entry 0 and 1
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what torch prints and logs while it traces: whatever is of use in it is in the exception."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(_Progress(sys.stderr)):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-@final
-class _Progress(io.StringIO):
-    """Lets nothing through but progress lines, which begin with a carriage return."""
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self.stream = stream
-
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def write(self, text: str) -> int:
-        if text.startswith("\r"):
-            self.stream.write(text)
-        return len(text)
-
-
-__all__ = ["CommandError", "app", "example", "inspect", "load_model", "main"]

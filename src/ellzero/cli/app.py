@@ -1,0 +1,119 @@
+"""What the commands share: the application, exit codes, errors of one line, and how things are printed.
+
+A command is a function with type hints and a docstring, under `@app.command`; its arguments and its help come from
+these. It prints what was asked for to standard output and raises `CommandError` for what the user has to put right,
+which `main` prints as one line. This file knows no command.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from typing import Any, TextIO, final
+
+from rich.console import Console
+from tyro.extras import SubcommandApp
+
+from ellzero.checkpoint import CheckpointError
+from ellzero.compact import CompactionError
+from ellzero.data import DataError
+from ellzero.folders import FolderError
+from ellzero.removal import ClosedAxisError
+from ellzero.report import render
+
+FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
+
+app = SubcommandApp()
+
+
+@final
+class CommandError(Exception):
+    """What the user has to put right, in one line; `code` is what the program exits with."""
+
+    def __init__(self, message: str, code: int = BAD_USAGE) -> None:
+        super().__init__(" ".join(message.split()))
+        self.code = code
+
+
+@contextmanager
+def foreseen(bad_usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """What the library says no to, as a `CommandError`: its own errors and those of the disk.
+
+    Args:
+        bad_usage: errors that say that what was typed makes no sense; the others say that the work failed.
+    """
+    try:
+        yield
+    except bad_usage as error:
+        raise CommandError(str(error)) from error
+    except (FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError) as error:
+        raise CommandError(str(error), FAILED) from error
+    except OSError as error:
+        where = f"{error.filename!r}: " if error.filename else ""
+        raise CommandError(f"{where}{error.strerror or said(error)}", FAILED) from error
+
+
+# ---------------------------------------------------------------- printing
+
+
+def show(content: Any) -> None:
+    """Prints anything that rich can print: in colour to a terminal, as plain text elsewhere."""
+    if sys.stdout.isatty():
+        Console().print(content)
+    else:
+        sys.stdout.write(render(content) + "\n")
+
+
+def say(*lines: str) -> None:
+    """Prints lines as they are: neither wrapped nor coloured."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def show_json(content: Any) -> None:
+    """Prints plain data for a script to read."""
+    sys.stdout.write(json.dumps(content, indent=2) + "\n")
+
+
+def few(names: Sequence[str], most: int = 6) -> list[str]:
+    """The names, or the first of them and how many more there are."""
+    return list(names) if len(names) <= most else [*names[: most - 1], f"and {len(names) - most + 1} more"]
+
+
+def said(error: BaseException) -> str:
+    """An error in words: its class and its message."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch prints and logs while it traces: whatever is of use in it is in the exception."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(_Progress(sys.stderr)):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@final
+class _Progress(io.StringIO):
+    """Lets nothing through but progress lines, which begin with a carriage return."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def write(self, text: str) -> int:
+        if text.startswith("\r"):
+            self.stream.write(text)
+        return len(text)

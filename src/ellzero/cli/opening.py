@@ -1,0 +1,226 @@
+"""From words to runs: recipes, devices, data, folders and the networks in them, each with an error of one line.
+
+What the commands about runs share. No command is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import nn
+from tyro.conf import arg
+
+from ellzero import checkpoint, data, recipes
+from ellzero.cli.app import FAILED, CommandError, foreseen
+from ellzero.compact import compact
+from ellzero.data import Dataset, scaled
+from ellzero.folders import Folder
+from ellzero.gated import Gated
+from ellzero.recipes import Recipe
+from ellzero.training import Trainer, restore
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+# ---------------------------------------------------------------- recipes
+
+
+def find_recipe(text: str) -> Recipe:
+    """The recipe of this name, or in this TOML file.
+
+    Raises:
+        CommandError: there is none, or the file is no recipe.
+
+    Example:
+        >>> find_recipe("demo").network
+        'lenet5'
+    """
+    with foreseen(bad_usage=(ValueError, FileNotFoundError)):
+        if text.endswith(".toml") or Path(text).is_file():
+            if not Path(text).is_file():
+                raise CommandError(f"there is no recipe {text!r}: no such file")
+            return recipes.load_toml(text)
+        return recipes.get(text)
+
+
+def _field_help() -> dict[str, str]:
+    """What the documentation of `Recipe` says of each field."""
+    lines = (Recipe.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0].splitlines()
+    helps: dict[str, str] = {}
+    for line in lines:
+        name, colon, text = line.strip().partition(": ")
+        if colon and not line.startswith(" " * 12):
+            helps[name] = text
+            last = name
+        else:
+            helps[last] += " " + line.strip()
+    return helps
+
+
+# One option for each field of a recipe, as text: tyro makes them from this class.
+_HELP = _field_help()
+Fields: Any = make_dataclass(
+    "Fields",
+    [
+        (f.name, Annotated[str | None, arg(metavar="VALUE", help=_HELP[f.name], help_behavior_hint="")], None)
+        for f in fields(Recipe)
+    ],
+)
+Fields.__doc__ = (
+    "Fields of the recipe, in place of its own values. Values are written as in TOML: --at-most 0.2, "
+    "--at-most '{\"fc1\" = 0.2}', --milestones '[60, 120]', --gate-lr none."
+)
+
+
+def changes(chosen: Any) -> dict[str, Any]:
+    """The fields that were given, as values.
+
+    Args:
+        chosen: a `Fields`.
+
+    Example:
+        >>> changes(Fields(epochs="3", at_most='{"fc1" = 0.2}'))
+        {'at_most': {'fc1': 0.2}, 'epochs': 3}
+    """
+    return recipes.from_strings({name: text for name, text in vars(chosen).items() if text is not None})
+
+
+def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with these values.
+
+    Raises:
+        CommandError: the result is no recipe.
+    """
+    with foreseen(bad_usage=(ValueError,)):
+        return recipe.override(**values)
+
+
+# ---------------------------------------------------------------- devices and data
+
+
+def find_device(word: Device, begun_on: str | None = None) -> torch.device:
+    """The device of this name.
+
+    Args:
+        word: "auto" for the kind that the run was begun on; for a new one a GPU where there is one.
+        begun_on: `about["device"]` of the run.
+
+    Raises:
+        CommandError: it is not there.
+    """
+    there = torch.cuda.is_available()
+    if word == "cuda" and not there:
+        raise CommandError("`--device cuda` needs a GPU and a torch that can use it, and there is none here", FAILED)
+    if word == "auto" and begun_on is not None:
+        word = "cpu" if begun_on.startswith("CPU") else "cuda"
+        if word == "cuda" and not there:
+            raise CommandError(
+                f"the run was begun on {begun_on}, and there is no GPU here; `--device cpu` uses the CPU", FAILED
+            )
+    if word == "auto":
+        word = "cuda" if there else "cpu"
+    return torch.device(word)
+
+
+def load_data(name: str, data_dir: str | None, device: torch.device) -> Dataset:
+    """A data set.
+
+    Raises:
+        CommandError: its files are missing or damaged.
+    """
+    with foreseen():
+        return data.load(name, data_dir, device)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def open_run(path: str) -> Folder:
+    """The run in a folder.
+
+    Raises:
+        CommandError: there is none, or it is damaged.
+    """
+    if not Path(path, "run.json").exists():
+        there = "is no folder of a run: there is no `run.json` in it" if Path(path).is_dir() else "is no folder"
+        raise CommandError(f"{path!r} {there}; `ellzero train` makes one")
+    with foreseen():
+        return Folder.open(path)
+
+
+def choose(folder: Folder, index: int | None) -> int:
+    """Which run of a stack is meant.
+
+    Raises:
+        CommandError: it is not said, or there is no such run.
+    """
+    count = len(folder.recipes)
+    if index is None and count > 1:
+        names = "; ".join(f"{number}: {r.name}, seed {r.seed}" for number, r in enumerate(folder.recipes))
+        raise CommandError(f"{str(folder.path)!r} holds {count} runs, choose one by `--index`: {names}")
+    if index is not None and not 0 <= index < count:
+        raise CommandError(f"`--index` must be from 0 to {count - 1}, got {index}")
+    return index or 0
+
+
+def restored(folder: Folder, dataset: Dataset | None = None) -> Trainer:
+    """A run as its newest checkpoint has it.
+
+    Args:
+        folder: of the run.
+        dataset: its data; noise of the same shape if absent, with which the network can be looked at but not tested.
+
+    Raises:
+        CommandError: there is no checkpoint that can be read.
+    """
+    if not checkpoint.steps(folder.checkpoints):
+        raise CommandError(
+            f"{str(folder.path)!r} has no checkpoint yet; `ellzero train --resume {folder.path}` goes on", FAILED
+        )
+    recipe = folder.recipes[0]
+    with foreseen(bad_usage=(ValueError,)):
+        return restore(folder, data.stand_in(recipe.data, recipe.batch) if dataset is None else dataset)
+
+
+def small_network(network: nn.Module) -> nn.Module:
+    """The compact network; a dense one as it is.
+
+    Raises:
+        CommandError: a layer has no unit left.
+    """
+    network = network.cpu().eval()
+    with foreseen():
+        return compact(network).eval() if isinstance(network, Gated) else network
+
+
+@torch.no_grad()
+def error_of(network: nn.Module, recipe: Recipe, dataset: Dataset, chunk: int = 1000) -> float:
+    """Percent of the test images that a network gets wrong, scaled as the recipe says."""
+    device = dataset.test_x.device
+    network = network.to(device).eval()
+    scale = () if recipe.scaling == "unit" else (dataset.mean, dataset.std)
+    wrong = 0
+    for x, y in zip(dataset.test_x.split(chunk), dataset.test_y.split(chunk), strict=True):
+        wrong += int((network(scaled(x, *scale)).argmax(-1) != y).sum())
+    return 100 * wrong / len(dataset.test_y)
+
+
+def loading(recipe: Recipe, file: Path) -> list[str]:
+    """Python that loads the compact network, and how it wants its images."""
+    classes = len(data.KNOWN[recipe.data].classes)
+    if recipe.network.startswith("lenet"):
+        made = f"{'LeNet300' if recipe.network == 'lenet300' else 'LeNet5'}({classes})"
+    else:
+        _, depth, width = recipe.network.split("-")
+        made = f"WideResNet({depth}, {width}, {classes}, dropout={recipe.dropout})"
+    facts = data.KNOWN[recipe.data]
+    scale = "" if recipe.scaling == "unit" else f", {facts.mean}, {facts.std}"
+    return [
+        "import ellzero, ellzero.data, ellzero.zoo",
+        f'net = ellzero.load(ellzero.zoo.{made}, "{file.as_posix()}").eval()',
+        f"logits = net(ellzero.data.scaled(images{scale}))  # of bytes, (N, C, H, W)",
+    ]

@@ -1,0 +1,217 @@
+"""The command that trains: `train`. It begins a run in a folder, or takes one up again, and ends with a small network.
+
+The loop is in `training`, and what it leaves on the disk in `folders`; here are the words around it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+from tyro.conf import OmitArgPrefixes, Positional, arg
+
+from ellzero import parallel
+from ellzero.checkpoint import steps
+from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json
+from ellzero.cli.opening import (
+    Device,
+    Fields,
+    changes,
+    error_of,
+    find_device,
+    find_recipe,
+    load_data,
+    loading,
+    open_run,
+    override,
+    small_network,
+)
+from ellzero.folders import Folder, FolderError, provenance
+from ellzero.gated import Gated
+from ellzero.recipes import Recipe
+from ellzero.report import report
+from ellzero.saving import save
+from ellzero.training import DivergedError, Stopped
+from ellzero.training import train as run_training
+from ellzero.watch import AbstractWatcher, Bar, TensorBoard
+
+COMPACT, _BOARD = "compact.safetensors", "tensorboard"
+
+
+@app.command
+def train(
+    recipe: Annotated[str | None, Positional, arg(metavar="RECIPE", help_behavior_hint="")] = None,
+    out: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="(default: runs/NAME-seedN)")] = None,
+    resume: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    data_dir: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    device: Device = "auto",
+    every: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 1)")] = None,
+    save_seconds: Annotated[float, arg(metavar="S")] = 60.0,
+    tensorboard: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+    fields: Annotated[Any, OmitArgPrefixes, arg(constructor=Fields)] = Fields(),  # noqa: B008 (never written to)
+) -> None:
+    """Train a recipe, and make the compact network of it; or take up a run that was stopped.
+
+    For example:
+
+    $ ellzero train demo
+    $ ellzero train gallego-mlp --at-most 0.2 --epochs 100 --seed 3 --out runs/fifth
+    $ ellzero train mine.toml --data-dir ~/data
+    $ ellzero train --resume runs/demo-seed0
+
+    Ctrl-C ends it after the step, and saves. The run's folder then holds its recipe, history, checkpoints and results,
+    and compact.safetensors, the small network.
+
+    Args:
+        recipe: name of a recipe (`ellzero recipes` lists them), or a TOML file.
+        out: folder of the new run.
+        resume: folder of a run to go on with; it needs no recipe beside it.
+        data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
+        device: where to train; auto is a GPU if there is one, and for a run that is resumed what it was begun on.
+        every: evaluate after every N epochs, and after the last.
+        save_seconds: seconds between two checkpoints.
+        tensorboard: also write event files for TensorBoard, into the run's folder.
+        json: print the result as JSON.
+        quiet: show no progress.
+        fields: of the recipe, in place of its own values, written as in TOML: --at-most 0.2, --gate-lr none,
+            --at-most '{"fc1" = 0.2}', --milestones '[60, 120]'.
+    """
+    if every is not None and every < 1:
+        raise CommandError(f"`--every` must be at least 1, got {every}")
+    if not save_seconds >= 0:
+        raise CommandError(f"`--save-seconds` must be at least 0, got {save_seconds}")
+    values = changes(fields)
+    if resume is not None:
+        old = _to_resume(resume, recipe, out, values)
+        chosen, home = old.recipes[0], old.path
+        kind = find_device(device, old.about.get("device"))
+        data_dir = old.about.get("data_dir") if data_dir is None else data_dir
+        every = old.about.get("every") if every is None else every
+    elif recipe is not None:
+        chosen = override(find_recipe(recipe), values)
+        home = Path("runs", f"{chosen.name}-seed{chosen.seed}") if out is None else Path(out)
+        kind = find_device(device)
+        _refuse_old(home)
+    else:
+        raise CommandError(
+            "`RECIPE` must be given, such as `ellzero train demo` (`ellzero recipes` lists them), or `--resume FOLDER`"
+        )
+    watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
+    if tensorboard or (home / _BOARD).is_dir():
+        watchers.append(_board(home / _BOARD))
+    with parallel.group(kind) as where:
+        dataset = load_data(chosen.data, data_dir, where)  # first: a run that cannot begin leaves no folder behind
+        if resume is None:
+            about = {"data_dir": None if data_dir is None else str(Path(data_dir).resolve()), "every": every or 1}
+            _make(home, chosen, {**provenance(where), **about})
+        folder = open_run(str(home))
+        try:
+            with foreseen(bad_usage=(ValueError,)):
+                trainer = run_training(
+                    folder.recipes, dataset, folder, every=every or 1, watchers=watchers, save_seconds=save_seconds
+                )
+        except Stopped as stopped:
+            again = shlex.join(["ellzero", "train", "--resume", str(home)])
+            raise CommandError(f"{stopped}: saved; resume with: {again}", INTERRUPTED) from stopped
+        except (DivergedError, torch.OutOfMemoryError) as error:
+            raise CommandError(str(error), FAILED) from error
+        finally:
+            if resume is None and parallel.rank() == 0:
+                _discard_unbegun(folder)
+        if parallel.rank() == 0:
+            _finish(folder, trainer.network(0), dataset, json)
+
+
+def _make(home: Path, recipe: Recipe, about: dict[str, Any]) -> None:
+    """One process makes the folder, and all know whether it could."""
+    problem = None
+    if parallel.rank() == 0:
+        try:
+            Folder.create(home, [recipe], about)
+        except FolderError as error:
+            problem = str(error)
+    problem = parallel.gathered(problem)[0]
+    if problem is not None:
+        raise CommandError(problem, FAILED)
+
+
+def _to_resume(path: str, recipe: str | None, out: str | None, values: dict[str, Any]) -> Folder:
+    if out is not None:
+        raise CommandError("`--out` is for a new run, and `--resume` goes on in the run's own folder: give one of them")
+    folder = open_run(path)
+    if len(folder.recipes) > 1:
+        begun = folder.about.get("command")
+        hint = f"; it goes on with the command that began it: {begun}" if begun else ""
+        raise CommandError(f"{path!r} holds a stack of {len(folder.recipes)} runs{hint}")
+    own = folder.recipes[0]
+    asked = override(own if recipe is None else find_recipe(recipe), values)
+    if asked.digest() != own.digest():
+        there, here = own.to_dict(), asked.to_dict()
+        differ = [f"`{k}` is {there[k]} there and {here[k]} here" for k in there if there[k] != here[k] and k != "name"]
+        raise CommandError(
+            f"{path!r} is a run of another recipe: {'; '.join(differ) or 'the same fields in another order'}. "
+            f"`--resume` alone goes on with its own; a run of another recipe needs a folder of its own (`--out`)"
+        )
+    return folder
+
+
+def _refuse_old(home: Path) -> None:
+    """Says what to do about a folder that holds a run, before anything is loaded."""
+    if (home / "run.json").exists():
+        again = shlex.join(["ellzero", "train", "--resume", str(home)])
+        raise CommandError(f"{str(home)!r} holds a run already: {again} continues it, another `--out` begins a new one")
+
+
+def _board(home: Path) -> TensorBoard:
+    try:
+        return TensorBoard(home)
+    except ImportError as error:
+        raise CommandError(str(error), FAILED) from error
+
+
+def _discard_unbegun(folder: Folder) -> None:
+    """Removes a run that has neither trained a step nor noted anything: it would only be in the way of the next try."""
+    with suppress(OSError, FolderError):
+        if not folder.history() and not steps(folder.checkpoints):
+            (folder.path / "run.json").unlink()
+            with suppress(OSError):
+                folder.path.rmdir()  # if nothing else is in it
+
+
+# ---------------------------------------------------------------- the end
+
+
+def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> None:
+    recipe: Recipe = folder.recipes[0]
+    file = folder.path / COMPACT
+    small = small_network(network)
+    with foreseen():
+        save(small, file)
+    error = error_of(small, recipe, dataset)
+    parameters = sum(p.numel() for p in small.parameters())
+    result = (folder.results() or [{}])[0]
+    if json:
+        done = {"file": str(file), "error": error, "parameters": parameters}
+        show_json({"run": str(folder.path), "result": result, "compact": done})
+        return
+    if isinstance(network, Gated):
+        show(report(network))
+    kind = "compact" if isinstance(network, Gated) else "dense"
+    size = file.stat().st_size / 1e6
+    say(
+        "",
+        f"Test error of the {kind} network: {error:.2f} % ({parameters:,} parameters).",
+        f"The {kind} network: {file} ({size:.2f} MB)",
+        f"Recipe, history, checkpoints, results: {folder.path}",
+        "In Python:",
+        *(f"    {line}" for line in loading(recipe, file)),
+    )
+
+
+__all__ = ["COMPACT", "train"]

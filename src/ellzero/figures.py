@@ -1,0 +1,358 @@
+"""Figures: one style for all of them, the published points beside ours, and files that come out the same every time.
+
+A figure is drawn with `grid`, and written with `save` as PNG and SVG, its caption beside it. matplotlib is an extra
+(`ellzero[plots]`) and is imported when something is drawn. This file knows numbers and names; what was trained, and
+how, it does not know.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe & Ito's: told apart by colour-blind readers too. Grey is for context.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+INK, GREY = "#222222", "#8C8C8C"
+COLUMN, PAGE = 3.4, 7.0  # inches: the width of a column and of a page
+
+_STYLE: dict[str, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so the same letters everywhere
+    "font.size": 8,
+    "axes.titlesize": 8.5,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "svg.hashsalt": "ellzero",  # names inside an SVG are random without
+    "svg.fonttype": "path",
+}
+
+
+@final
+class PlotsMissingError(ImportError):
+    """matplotlib is not installed; the message says how to get it."""
+
+
+@contextmanager
+def grid(
+    rows: int = 1, columns: int = 1, size: tuple[float, float] = (COLUMN, 2.5)
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """An empty figure in the house's style, which holds inside the `with` block.
+
+    Args:
+        rows: of panels.
+        columns: of panels.
+        size: width and height in inches.
+
+    Returns:
+        The figure, and its panels row by row.
+
+    Raises:
+        PlotsMissingError: matplotlib is not installed.
+    """
+    matplotlib = _matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)  # can measure text, and needs no screen
+        yield figure, list(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def save(figure: Figure, path: str | PathLike[str], caption: str) -> list[Path]:
+    """Writes a figure as PNG and SVG, and its caption as text; the same figure gives the same bytes.
+
+    Args:
+        figure: made by `grid`.
+        path: of the files, without an ending; folders are made.
+        caption: what the figure shows, for a reader who sees nothing else.
+
+    Returns:
+        The three files.
+
+    Raises:
+        ValueError: `caption` is empty.
+    """
+    if not caption.strip():
+        raise ValueError("`caption` must say what the figure shows, got nothing")
+    matplotlib = _matplotlib()
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    files = [target.with_name(f"{target.name}.{ending}") for ending in ("png", "svg", "txt")]
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(files[0], dpi=200, facecolor="white", metadata={"Software": None})
+        figure.savefig(files[1], facecolor="white", metadata={"Date": None, "Creator": None})
+    files[2].write_text(" ".join(caption.split()) + "\n", encoding="utf-8")
+    return files
+
+
+def legend(figure: Figure, axes: Axes, columns: int = 4) -> None:
+    """Puts the legend of one panel under the whole figure, where it hides nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+
+
+def curves(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], label: str, colour: str) -> None:
+    """Draws the mean of some runs as a line, and each of them as a thin one where there are several."""
+    mean = [math.fsum(values) / len(values) for values in zip(*runs, strict=True)]
+    if len(runs) > 1:
+        for run in runs:
+            axes.plot(x, run, color=colour, linewidth=0.5, alpha=0.35)
+    axes.plot(x, mean, color=colour, label=label)
+
+
+def _matplotlib() -> Any:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlotsMissingError("`matplotlib` must be installed to draw figures: pip install 'ellzero[plots]'")
+    import matplotlib
+
+    return matplotlib
+
+
+# ---------------------------------------------------------------- error against cost
+
+
+@final
+@dataclass(frozen=True)
+class Point:
+    """A network: what it costs, and how wrong it is.
+
+    Args:
+        cost: kept, a fraction of the dense cost.
+        error: in percent.
+        label: its name.
+    """
+
+    cost: float
+    error: float
+    label: str = ""
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats: none is cheaper and no worse, or better and no dearer. By rising cost.
+
+    Example:
+        >>> [p.label for p in front([Point(0.2, 2.0, "a"), Point(0.3, 1.5, "b"), Point(0.4, 1.8, "c")])]
+        ['a', 'b']
+    """
+    out: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.cost, p.error)):
+        if not out or point.error < out[-1].error:
+            out.append(point)
+    return out
+
+
+_NAMES = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
+
+
+def pareto(
+    points: Sequence[Point],
+    path: str | PathLike[str],
+    *,
+    cost: Literal["l0_norm", "params", "macs"] = "params",
+    title: str = "",
+    published: Sequence[Point] = (),
+) -> list[Path]:
+    """Draws error against kept cost: every point, the front among them, and published points as context.
+
+    Args:
+        points: ours.
+        path: of the files, without an ending.
+        cost: which one the points have.
+        title: above it, such as the network's name.
+        published: of others, as `published` gives them; they do not count for the front.
+
+    Returns:
+        The files: PNG, SVG, caption.
+
+    Raises:
+        ValueError: there are no points, or a cost is not a fraction, or an error no percentage.
+        PlotsMissingError: matplotlib is not installed.
+    """
+    if not points:
+        raise ValueError("`points` must be at least one point, got none")
+    for point in (*points, *published):
+        if not (0 < point.cost <= 1 and 0 <= point.error <= 100):
+            raise ValueError(f"`points` must have a cost in (0, 1] and an error in [0, 100] %, got {point}")
+    best = front(points)
+    with grid(size=(5.0, 3.6)) as (figure, (axes,)):
+        spots = [100 * p.cost for p in points], [p.error for p in points]
+        axes.plot(*spots, "o", color=BLUE, alpha=0.45, markeredgewidth=0, label=f"ours ({len(points)})")
+        axes.plot([100 * p.cost for p in best], [p.error for p in best], "-o", color=BLUE, label="our front", zorder=3)
+        if published:
+            spots = [100 * p.cost for p in published], [p.error for p in published]
+            axes.plot(*spots, "D", color="white", markeredgecolor=GREY, label="published", zorder=2)
+        _scale(axes, [p.cost for p in (*points, *published)], [p.error for p in (*points, *published)])
+        axes.set_xlabel(f"{_NAMES[cost]} kept (% of dense)")
+        axes.set_ylabel("test error (%)")
+        axes.set_title(title, loc="left")
+        legend(figure, axes)
+        _annotate(axes, [(100 * p.cost, p.error, p.label) for p in published if p.label])
+        caption = (
+            f"Test error against the share of {_NAMES[cost]} that the compact network keeps. Filled dots: "
+            f"{len(points)} networks of ours; line: those that no other of ours beats."
+        )
+        if published:
+            caption += f" Diamonds: {len(published)} published networks, computed from the architectures as printed."
+        return save(figure, path, caption)
+
+
+def _scale(axes: Axes, costs: Sequence[float], errors: Sequence[float]) -> None:
+    """Logarithms where the numbers span more than a linear axis shows, with plain numbers at the ticks."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis, name, values in ((axes.xaxis, "x", costs), (axes.yaxis, "y", errors)):
+        if min(values) > 0 and max(values) / min(values) > 6:
+            (axes.set_xscale if name == "x" else axes.set_yscale)("log")
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+            axis.set_minor_formatter(NullFormatter())
+
+
+def _annotate(axes: Axes, labels: Sequence[tuple[float, float, str]]) -> None:
+    """Writes each label beside its point, on the first of eight sides where it covers no other label or point."""
+    figure: Any = axes.figure
+    figure.draw_without_rendering()  # sets the scale, which boxes are measured in
+    renderer = figure.canvas.get_renderer()
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    lines: list[Any] = list(axes.lines)
+    taken = []
+    for line in lines:
+        spots = axes.transData.transform(line.get_xydata())
+        taken += [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in spots]
+        if line.get_linestyle() != "None":
+            ways = [a + (b - a) * t / 30 for a, b in itertools.pairwise(spots) for t in range(30)]
+            taken += [Bbox.from_bounds(x - 1, y - 1, 2, 2) for x, y in ways]
+    near = [(5, 0), (-5, 0), (0, 5), (0, -5), (4, 4), (-4, 4), (4, -4), (-4, -4)]
+    sides = [(dx * far, dy * far) for far in (1, 2, 3, 4) for dx, dy in near]
+    horizontal = {1: "left", 0: "center", -1: "right"}
+    vertical = {1: "bottom", 0: "center", -1: "top"}
+    frame = axes.get_window_extent(renderer)
+    for x, y, label in labels:
+        for dx, dy in sides:
+            leader = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 3}
+            text = axes.annotate(
+                label, (x, y), (dx, dy), textcoords="offset points", fontsize=5.5, color="#5A5A5A",
+                ha=horizontal[(dx > 0) - (dx < 0)], va=vertical[(dy > 0) - (dy < 0)],
+                arrowprops=leader if max(abs(dx), abs(dy)) > 5 else None,
+            )  # fmt: skip
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # of the words, without the leader
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            last = (dx, dy) == sides[-1]  # no room anywhere: better on top of something than not at all
+            if last or (inside and not any(box.overlaps(other) for other in taken)):
+                taken.append(box)
+                break
+            text.remove()
+
+
+# ---------------------------------------------------------------- what the papers print
+
+# Method, pruned architecture, and the error in percent: best during training, and at the end, as far as printed.
+# Louizos et al. (2018), Table 1, says "after 200 epochs"; Gallego-Posada et al. (2021), Table 1, gives both for theirs.
+_PUBLISHED: dict[str, list[tuple[str, tuple[int, ...], float | None, float | None]]] = {
+    "lenet300": [
+        ("Sparse VD", (512, 114, 72), None, 1.8),
+        ("BC-GNJ", (278, 98, 13), None, 1.8),
+        ("BC-GHS", (311, 86, 14), None, 1.8),
+        ("L0 λ=0.1/N", (219, 214, 100), None, 1.4),
+        ("L0 λ sep.", (266, 88, 33), None, 1.8),
+        ("constr. 33 %", (198, 233, 100), 1.4, 1.69),
+        ("constr. 30 % ×3", (243, 89, 29), 1.63, 2.18),
+    ],
+    "lenet5": [
+        ("Sparse VD", (14, 19, 242, 131), None, 1.0),
+        ("GL", (3, 12, 192, 500), None, 1.0),
+        ("GD", (7, 13, 208, 16), None, 1.1),
+        ("SBP", (3, 18, 284, 283), None, 0.9),
+        ("BC-GNJ", (8, 13, 88, 13), None, 1.0),
+        ("BC-GHS", (5, 10, 76, 16), None, 1.0),
+        ("L0 λ=0.1/N", (20, 25, 45, 462), None, 0.9),
+        ("L0 λ sep.", (9, 18, 65, 25), None, 1.0),
+        ("constr. 10 %", (20, 21, 34, 407), 0.53, 1.04),
+        ("constr. by layer", (10, 14, 224, 29), 0.7, 0.97),
+    ],
+}
+
+
+def published(network: str, cost: Literal["l0_norm", "params", "macs"], which: str = "last") -> list[Point]:
+    """The networks in both papers' Tables 1, their cost computed from the pruned architecture as printed.
+
+    Args:
+        network: "lenet300" or "lenet5"; others have none.
+        cost: of the compact network: "params" counts weights and biases, "l0_norm" the weights whose own gate is open.
+        which: the error at the "last" epoch, or the "best" one; where a paper gives one of them only, that.
+
+    Example:
+        >>> published("lenet300", "params")[3]
+        Point(cost=0.2610..., error=1.4, label='L0 λ=0.1/N')
+    """
+    if which not in ("best", "last"):
+        raise ValueError(f'`which` must be "best" or "last", got {which!r}')
+    out = []
+    for method, architecture, best, last in _PUBLISHED.get(network, ()):
+        printed = [e for e in ((best, last) if which == "best" else (last, best)) if e is not None]
+        out.append(Point(_count(network, cost, architecture) / _count(network, cost, None), printed[0], method))
+    return out
+
+
+def _count(network: str, cost: str, architecture: tuple[int, ...] | None) -> int:
+    """What a network costs whose layers have so many units left, of those that gates can close."""
+    if network == "lenet300":
+        a, b, c = dense = (784, 300, 100)
+        if architecture is not None:
+            a, b, c = architecture
+        if cost == "l0_norm":
+            return a * dense[1] + b * dense[2] + c * 10
+        return a * b + b * c + c * 10 + (b + c + 10 if cost == "params" else 0)
+    a, b, c, d = architecture or (20, 50, 800, 500)
+    if cost == "l0_norm":  # a map of a convolution counts its bias too
+        return a * (25 + 1) + b * (20 * 25 + 1) + c * 500 + d * 10
+    if cost == "params":
+        return a * 25 + a + a * b * 25 + b + c * d + d + d * 10 + 10
+    return a * 25 * 24**2 + a * b * 25 * 8**2 + c * d + d * 10
+
+
+__all__ = [
+    "COLOURS",
+    "MARKERS",
+    "PlotsMissingError",
+    "Point",
+    "curves",
+    "front",
+    "grid",
+    "legend",
+    "pareto",
+    "published",
+    "save",
+]
