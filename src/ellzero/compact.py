@@ -229,10 +229,7 @@ def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fra
             )
         fits = may & (saving <= current - target)  # near the end, smaller units instead of one that overshoots
         may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
-        # A unit weighs more the fewer are left beside it, as the first step of log(n): no layer is used up before the
-        # others.
-        weight = evidence * (sizes / counts.clamp(min=1))[member]
-        score = torch.where(may, weight / saving.clamp(min=1e-30), torch.inf)
+        score = _scores(torch.where(may, evidence / saving.clamp(min=1e-30), torch.inf), member, sizes, counts)
         order = torch.argsort(score, stable=True)[: int(may.sum())]
         # Half of the way at once, then savings are worked out anew; in the end one by one, so that nothing is closed
         # for nothing.
@@ -244,6 +241,18 @@ def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fra
             opens[mine[-1]] = True  # the one with most evidence for its cost
         current = _kept(gated, opens, cost, only)
     return _refilled(gated, closed=before & ~opens, opens=opens, cost=cost, only=only, target=target)
+
+
+def _scores(single: Tensor, member: Tensor, sizes: Tensor, counts: Tensor) -> Tensor:
+    """Evidence for its cost of every unit, more the fewer are left beside it when its turn comes, as the first step of
+    log(n): no set is used up before the others, also when many units are closed at once.
+    """
+    scores = single.clone()
+    for number, (size, count) in enumerate(zip(sizes.tolist(), counts.tolist(), strict=True)):
+        mine = torch.nonzero(member == number).flatten()
+        turn = torch.argsort(torch.argsort(single[mine], stable=True), stable=True)
+        scores[mine] = single[mine] * size / (count - turn).clamp(min=1)
+    return scores
 
 
 def _refilled(gated: Gated, *, closed: Tensor, opens: Tensor, cost: Cost, only: str | None, target: float) -> Tensor:

@@ -2,7 +2,8 @@
 
 A run's objective is its loss plus Σ_p penalty_p·cost_p, plus Σ_g λ_g·(Σ_p member_gp·cost_p − ε_g): Louizos et al., eq.
 9, and Gallego-Posada et al., eq. 6, in one form, so that runs which differ in them share every operation. Costs are
-fractions of the dense cost of their part. This file knows recipes and cost vectors; it does not know networks or data.
+fractions of the dense cost of their part; the norm of eq. 17 is no fraction. This file knows recipes and cost vectors;
+it does not know networks or data.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ellzero import costs, objectives
 from ellzero.recipes import Recipe
+from ellzero.runs import NORMS, l2_of_weights
 
 COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
 Part = tuple[costs.Cost, str | None]
@@ -28,7 +30,7 @@ AUTO_KI, AUTO_KP = 20.0, 3.0
 
 def parts(recipes: Sequence[Recipe], gates: Iterable[str]) -> list[Part]:
     """The entries of the cost vector that these recipes need: `l0_norm` of each set of gates, then the costs of
-    modules that a target names.
+    modules that a target names, then `l2_norm` where it acts.
 
     Example:
         >>> from ellzero.recipes import get
@@ -37,7 +39,11 @@ def parts(recipes: Sequence[Recipe], gates: Iterable[str]) -> list[Part]:
     """
     by_gates: list[Part] = [(costs.l0_norm, name) for name in gates]
     others = {(r.cost, pattern): None for r in recipes if r.cost != "l0_norm" for pattern in targets(r)}
-    return by_gates + [(COSTS[name], None if pattern == "*" else pattern) for name, pattern in others]
+    by_module: list[Part] = [(COSTS[name], None if pattern == "*" else pattern) for name, pattern in others]
+    norms: list[Part] = []
+    if by_gates and recipes[0].l2 > 0:  # runs of a stack agree in it
+        norms.append((l2_of_weights if recipes[0].detach_l2 else costs.l2_norm, None))
+    return by_gates + by_module + norms
 
 
 def targets(recipe: Recipe) -> dict[str, float]:
@@ -100,6 +106,9 @@ class Lagrangian:
         member = torch.zeros(len(recipes), count, len(parts), dtype=torch.float64)
         target = torch.ones(len(recipes), count, dtype=torch.float64)  # a constraint that is none holds always
         for run, recipe in enumerate(recipes):
+            for k, (cost, _) in enumerate(parts):
+                if cost in NORMS:  # ½·l2·‖w‖², as "weight decay" has it
+                    penalty[run, k] = recipe.l2 * recipe.l2_gated_factor / 2
             if recipe.penalty is not None:
                 each = recipe.penalty if isinstance(recipe.penalty, dict) else {"*": recipe.penalty}
                 _refuse_unmatched("penalty", each, names)

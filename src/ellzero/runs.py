@@ -173,6 +173,9 @@ class Runs(nn.Module):
 
     def compiled(self, yes: bool) -> None:
         """From here on runs the forward (and its backward) compiled, or as it is."""
+        if yes and self.template.gated:
+            with torch.no_grad():
+                self.template.costs()  # finds what patterns mean and remembers it: the compiler cannot trace that
         self._all = torch.compile(self._stacked, fullgraph=True, dynamic=False) if yes else self._stacked
         one: Any = torch.compile(self.alone, dynamic=False) if yes and self.alone is not None else self.alone
         self._alone = [one]  # in a list, so that it is not a second name for the same module

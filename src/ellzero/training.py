@@ -587,6 +587,8 @@ class Trainer:
                 for gate in group["params"]:
                     gate.requires_grad_(False)
                     gate.grad = None  # the optimizer passes over it
+            if group["kind"] == "counted":  # eq. 17 with gates that are open or closed, and no more than that
+                group["weight_decay"] = self.recipe.l2 * self.recipe.l2_gated_factor
         self._restart()
 
     @torch.no_grad()

@@ -20,12 +20,26 @@ from ellzero.saving import load, save
 Check = Callable[[Tensor], Tensor]
 
 
+def refuse(path: Path) -> None:
+    """Says no to a file that cannot be written, before any work is done for it.
+
+    Raises:
+        CommandError: another ending, or a folder that is not there.
+    """
+    if path.suffix not in _WRITERS:
+        raise CommandError(f"`--to` must be a file that ends in {', '.join(_WRITERS)}, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise CommandError(f"`--to` must lie in a folder that exists, got {str(path)!r}")
+    if path.is_dir():
+        raise CommandError(f"`--to` must be a file, got the folder {str(path)!r}")
+
+
 def export(network: nn.Module, path: Path, example: Tensor, fresh: Callable[[], nn.Module]) -> str:
     """Writes a network to a file whose ending says the format; the number of examples in a batch stays free.
 
     Args:
         network: plain, in evaluation.
-        path: ends in .safetensors, .pt2 or .onnx.
+        path: one that `refuse` lets through.
         example: a batch of at least 3 inputs.
         fresh: makes a dense network of the same class, to read .safetensors into.
 
@@ -33,20 +47,13 @@ def export(network: nn.Module, path: Path, example: Tensor, fresh: Callable[[], 
         What was done to check the file, in words.
 
     Raises:
-        CommandError: another ending, a folder that is not there, a package that is missing, or a file that does not
-            compute what the network does; there is none then.
+        CommandError: a package is missing, the disk is full, or the file does not compute what the network does;
+            there is none then.
     """
-    writers = {".safetensors": _safetensors, ".pt2": _pt2, ".onnx": _onnx}
-    if path.suffix not in writers:
-        raise CommandError(f"`--to` must be a file that ends in {', '.join(writers)}, got {str(path)!r}")
-    if not path.parent.is_dir():
-        raise CommandError(f"`--to` must lie in a folder that exists, got {str(path)!r}")
-    if path.is_dir():
-        raise CommandError(f"`--to` must be a file, got the folder {str(path)!r}")
     unfinished = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")  # the writers look at the ending
     try:
         with foreseen():
-            reader, how = writers[path.suffix](network, unfinished, example, fresh)
+            reader, how = _WRITERS[path.suffix](network, unfinished, example, fresh)
             if reader is not None:
                 _compare(network, reader, example, path)
             os.replace(unfinished, path)
@@ -115,3 +122,6 @@ def _onnx(network: nn.Module, path: Path, example: Tensor, fresh: Callable[[], n
         return torch.from_numpy(outputs[0])
 
     return reader, "run by onnxruntime, same outputs"
+
+
+_WRITERS = {".safetensors": _safetensors, ".pt2": _pt2, ".onnx": _onnx}

@@ -6,6 +6,7 @@ the newest checkpoint.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from tyro.conf import Positional, arg
 
 from ellzero import costs, data
 from ellzero.cli.app import CommandError, app, say, show, show_json
-from ellzero.cli.exporting import export
+from ellzero.cli.exporting import export, refuse
 from ellzero.cli.opening import (
     Device,
     choose,
@@ -120,16 +121,16 @@ def compact(run: Run, to: Annotated[tuple[str, ...], arg(metavar="FILE")] = (), 
     folder = open_run(run)
     number = choose(folder, index)
     recipe = folder.recipes[number]
-    network = restored(folder).network(number)
-    small = small_network(network)
-    images = data.stand_in(recipe.data, 3).train_x
-    parameters = sum(p.numel() for p in small.parameters())
-    before = sum(p.numel() for p in dense_network(recipe, len(data.KNOWN[recipe.data].classes)).parameters())
+    files = [Path(file) for file in to] or [folder.path / COMPACT]
+    for file in files:
+        refuse(file)
+    small = small_network(restored(folder).network(number))
+    fresh = partial(dense_network, recipe, len(data.KNOWN[recipe.data].classes))
+    example = data.scaled(data.stand_in(recipe.data, 3).train_x)
+    parameters, before = (sum(p.numel() for p in network.parameters()) for network in (small, fresh()))
     say(f"{recipe.name}, seed {recipe.seed}: {parameters:,} of {before:,} parameters ({parameters / before:.2%}).")
-    for file in map(Path, to or (str(folder.path / COMPACT),)):
-        how = export(
-            small, file, data.scaled(images), lambda: dense_network(recipe, len(data.KNOWN[recipe.data].classes))
-        )
+    for file in files:
+        how = export(small, file, example, fresh)
         say(f"{file} ({file.stat().st_size / 1e6:.2f} MB; {how})")
         if file.suffix == ".safetensors":
             say(*(f"    {line}" for line in loading(recipe, file)))
@@ -220,5 +221,5 @@ def _values(value: float | dict[str, float]) -> str:
     if not isinstance(value, dict):
         return f"{value:g}"
     if len(value) > 4 and len(set(value.values())) == 1:
-        return f"{next(iter(value.values())):g} for each of {len(value)}"
+        return f"{next(iter(value.values())):g} each"
     return ", ".join(f"{name} {number:g}" for name, number in value.items())

@@ -39,8 +39,8 @@ def find_recipe(text: str) -> Recipe:
         >>> find_recipe("demo").network
         'lenet5'
     """
-    with foreseen(bad_usage=(ValueError, FileNotFoundError)):
-        if text.endswith(".toml") or Path(text).is_file():
+    with foreseen(bad_usage=(ValueError,)):
+        if text not in recipes.RECIPES and (text.endswith(".toml") or Path(text).is_file()):
             if not Path(text).is_file():
                 raise CommandError(f"there is no recipe {text!r}: no such file")
             return recipes.load_toml(text)
@@ -132,6 +132,8 @@ def load_data(name: str, data_dir: str | None, device: torch.device) -> Dataset:
     Raises:
         CommandError: its files are missing or damaged.
     """
+    if data_dir is not None and not Path(data_dir).expanduser().is_dir():
+        raise CommandError(f"`--data-dir` must be a folder that exists, got {data_dir!r}")
     with foreseen():
         return data.load(name, data_dir, device)
 

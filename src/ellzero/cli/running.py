@@ -163,6 +163,8 @@ def _to_resume(path: str, recipe: str | None, out: str | None, values: dict[str,
 
 def _refuse_old(home: Path) -> None:
     """Says what to do about a folder that holds a run, before anything is loaded."""
+    if home.exists() and not home.is_dir():
+        raise CommandError(f"`--out` must be a folder, got the file {str(home)!r}")
     if (home / "run.json").exists():
         again = shlex.join(["ellzero", "train", "--resume", str(home)])
         raise CommandError(f"{str(home)!r} holds a run already: {again} continues it, another `--out` begins a new one")
