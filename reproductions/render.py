@@ -1,75 +1,109 @@
-"""The tables of docs/reproduction.md, made from the stored results: `python reproductions/render.py`."""
+"""The tables and figures of docs/reproduction.md, made from the stored results: `python reproductions/render.py`.
+
+A table stands between `<!-- NAME -->` and `<!-- end of NAME -->`, a figure between `<!-- figure NAME -->` and
+`<!-- end of figure NAME -->`; NAME is in one of the dictionaries here. What is not stored yet is said to be so.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from ellzero.reproduce import interval
+from ellzero.reproduce import Record, find, markdown, stored, studies
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reproduction.md"
+
+# Folder of results/: the study that it is of.
 TABLES = {
-    "louizos2018-table1": ["louizos-mlp", "louizos-mlp-sep", "louizos-lenet5", "louizos-lenet5-sep"],
-    "gallego2021-table1": ["gallego-mlp", "gallego-mlp-layers", "gallego-lenet5", "gallego-lenet5-layers"],
+    "louizos2018-table1": "louizos2018-table1",
+    "gallego2021-table1": "gallego2021-table1",
+    "gallego2021-extragradient": "gallego2021-extragradient",
+    "gallego2021-figure2": "gallego2021-figure2",
+    "control-40": "control",
+    "control-200": "control",
+}
+# Figure in the page: where in results/ it lies, without its ending.
+FIGURES = {
+    "louizos2018-figure1": "louizos2018-figure1/figures/louizos2018-figure1",
+    "louizos2018-figure2": "louizos2018-figure2/figures/louizos2018-figure2",
+    "louizos2018-figure3": "louizos2018-table1/figures/louizos2018-figure3",  # drawn from the results of Table 1
+    "gallego2021-figure1": "gallego2021-figure1/figures/gallego2021-figure1",
+    "gallego2021-figure2": "gallego2021-figure2/figures/gallego2021-figure2",
+    "control-40": "control-40/figures/control",
+    "control-200": "control-200/figures/control",
 }
 
 
-def markdown(name: str) -> str:
-    """One table: a row per recipe, ours beside the paper's."""
-    head = [
-        "row",
-        "paper",
-        "ours, median seed",
-        "paper, error %",
-        "best %",
-        "last %",
-        "density expected",
-        "kept",
-        "weights kept",
-        "MACs kept",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for recipe in TABLES[name]:
-        record = json.loads((ROOT / "results" / name / f"{recipe}.json").read_text(encoding="utf-8"))
-        seeds = record["seeds"]
-        last, half = interval([s["error_last"] for s in seeds])
-        best, spread = interval([s["error_best"] for s in seeds])
-        middle = sorted(seeds, key=lambda s: s["costs"]["params"]["kept"])[len(seeds) // 2]
-        shares = [
-            f"{100 * statistics.fmean(s['costs'][c][k] for s in seeds):.1f} %"
-            for c, k in (("l0_norm", "expected"), ("l0_norm", "kept"), ("params", "kept"), ("macs", "kept"))
-        ]
-        cells = [
-            record["row"],
-            record["published"]["architecture"],
-            "-".join(str(n) for n in middle["architecture"].values()),
-            record["published"]["error"].replace("|", "/"),
-            f"{best:.2f}" + ("" if math.isnan(spread) else f" ± {spread:.2f}"),
-            f"{last:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}"),
-            *shares,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    count, epochs = len(seeds), record["recipe"]["epochs"]
-    lines.append(
-        f"\n{count} seeds, {epochs} epochs, {record['device']}, torch {record['torch']}, "
-        f"commit `{record['commit'][:12]}`."
-    )
+def table(name: str, root: Path = ROOT) -> str:
+    """One table, and where its numbers come from."""
+    folder = root / "results" / name
+    if not folder.is_dir():
+        return "No results are stored yet."
+    study = find(TABLES[name], studies())
+    records, missing = stored(study, folder)
+    assert study.table is not None
+    lines = [markdown(study.table(records, "")), "", source(records)]
+    if missing:
+        lines[-1] += f" Not stored yet: {', '.join(missing)}."
     return "\n".join(lines)
 
 
-def page(text: str) -> str:
-    """The page with every table between its markers replaced."""
-    for name in TABLES:
-        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, _, rest = text.partition(start)
-        _, _, after = rest.partition(end)
-        text = f"{before}{start}\n{markdown(name)}\n{end}{after}"
+def source(records: list[Record]) -> str:
+    """Seeds, epochs, device, version and commit, each as often as it differs."""
+
+    def all_of(value: Callable[[Record], object]) -> str:
+        return " or ".join(dict.fromkeys(str(value(r)) for r in records))
+
+    commits = ", ".join(dict.fromkeys(f"`{str(r['commit'])[:12]}`" for r in records))
+    return (
+        f"{all_of(lambda r: len(r['seeds']))} seeds, {all_of(lambda r: r['recipe']['epochs'])} epochs, "
+        f"{all_of(lambda r: r['device'])}, torch {all_of(lambda r: r['torch'])}, commit {commits}."
+    )
+
+
+def figure(name: str, root: Path = ROOT) -> str:
+    """One figure with its caption."""
+    caption = root / "results" / f"{FIGURES[name]}.txt"
+    if not caption.is_file():
+        return "No figure is stored yet."
+    text = caption.read_text(encoding="utf-8").strip()
+    return f"![{name}](figures/{name}.svg)\n\n*{text.replace('*', '')}*"
+
+
+def page(text: str, root: Path = ROOT) -> str:
+    """The page with everything between its markers replaced.
+
+    Raises:
+        ValueError: a marker is missing, or is there twice.
+    """
+    blocks = {name: table(name, root) for name in TABLES}
+    blocks |= {f"figure {name}": figure(name, root) for name in FIGURES}
+    for name, block in blocks.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        if text.count(start) != 1 or text.count(end) != 1:
+            raise ValueError(f"the page must have the markers of `{name}` once")
+        inside = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
+        text = inside.sub(lambda _, new=f"{start}{block}\n{end}": new, text)
     return text
 
 
+def copies(root: Path = ROOT) -> dict[Path, Path]:
+    """The files that docs/figures/ must hold: each, and what it is a copy of."""
+    out = {}
+    for name, place in FIGURES.items():
+        for ending in ("png", "svg"):
+            original = root / "results" / f"{place}.{ending}"
+            if original.is_file():
+                out[root / "docs" / "figures" / f"{name}.{ending}"] = original
+    return out
+
+
 if __name__ == "__main__":
+    for copy, original in copies().items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(original, copy)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(PAGE)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ellzero.cli import DTYPES, example, load_model, main
+from ellzero.cli import main
+from ellzero.cli.models import DTYPES, example, load_model
 
 NETS = '''
 """Networks whose axes can be told by looking at them."""

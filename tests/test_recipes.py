@@ -276,6 +276,13 @@ def test_a_wrong_value_under_a_pattern_names_the_pattern() -> None:
         ("gallego-mlp", {"kp": 1.0}, "`kp` must be 0.0 with `dual` 'ascent': it is a gain of 'nupi', got 1.0"),
         ("gallego-mlp", {"nu": 0.5}, "`nu` must be 0.0 with `dual` 'ascent'"),
         ("gallego-mlp", {"nesterov": True}, "`nesterov` must be False without SGD"),
+        (
+            "gallego-mlp",
+            {"dual": "auto"},
+            "`dual_lr` must be absent with `dual` 'auto', which finds its own, got 0.0001",
+        ),
+        ("demo", {"dual_lr": 0.1}, "`dual_lr` must be absent with `dual` 'auto'"),
+        ("demo", {"kp": 0.1}, "`kp` must be 0.0 with `dual` 'auto': it is a gain of 'nupi', got 0.1"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(base: str, changes: dict[str, Any], message: str) -> None:
@@ -347,4 +354,4 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
 
 def test_digests_are_the_same_in_every_process() -> None:
     """A changed field or default makes older checkpoints foreign: this number then changes, and knowingly."""
-    assert get("louizos-mlp").digest()[:16] == "fde33b48fbe4ea8f"
+    assert get("louizos-mlp").digest()[:16] == "8702ebdd3daa0c30"

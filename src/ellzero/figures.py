@@ -59,6 +59,14 @@ _STYLE: dict[str, Any] = {
 class PlotsMissingError(ImportError):
     """matplotlib is not installed; the message says how to get it."""
 
+    def __init__(self) -> None:
+        super().__init__("`matplotlib` must be installed to draw figures: pip install 'ellzero[plots]'")
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
 
 @contextmanager
 def grid(
@@ -130,8 +138,8 @@ def curves(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], labe
 
 
 def _matplotlib() -> Any:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise PlotsMissingError("`matplotlib` must be installed to draw figures: pip install 'ellzero[plots]'")
+    if not can_draw():
+        raise PlotsMissingError
     import matplotlib
 
     return matplotlib
@@ -348,6 +356,7 @@ __all__ = [
     "MARKERS",
     "PlotsMissingError",
     "Point",
+    "can_draw",
     "curves",
     "front",
     "grid",

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ellzero import gates as gt
@@ -28,7 +29,7 @@ from ellzero.gates import AbstractGate, HardConcreteGate
 from ellzero.liveness import liveness
 from ellzero.placements import Placement, Where, shrinkable
 from ellzero.removal import Plan, make_plan
-from ellzero.trace import as_inputs, places, run, trace
+from ellzero.trace import as_inputs, places, trace
 from ellzero.trial import proven
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
@@ -313,7 +314,10 @@ class Gated(nn.Module):
             raise ValueError(f"`gate_noise` must have shape ({self.liveness.size},), one entry per gate, got {shape}")
         z = gt.draw(gates, gate_noise) if self.training else gt.values(gates)
         if torch.compiler.is_compiling():
-            return run(self.model, (args, kwargs), self.gated_weights(z))
+            # By the places that are known: `places` asks for identities, which a compiler cannot follow.
+            holders = {name: [".".join(path) for path in target[1]] for name, target in self._targets.items()}
+            weights = {place: w for name, w in self.gated_weights(z).items() for place in holders[name]}
+            return functional_call(self.model, weights, args, kwargs, tie_weights=False)
         put: list[tuple[dict[str, Any], str, Any]] = []
         checkpointing = _forbid_checkpointing() if torch.is_grad_enabled() else None
         try:

@@ -6,17 +6,25 @@ networks, data or training.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+@final
+class ProcessError(Exception):
+    """Another process of the run is gone, or does not have what this one has."""
 
 
 def ranks() -> int:
@@ -44,18 +52,69 @@ def group(device: torch.device, timeout: float = 600.0) -> Iterator[torch.device
 
     Returns:
         The device of this process.
+
+    Raises:
+        ProcessError: another process is gone, or `torchrun` ends this one because of it.
+
+    Example:
+        >>> with group(torch.device("cpu")) as device:
+        ...     device, rank(), ranks()
+        (device(type='cpu'), 0, 1)
     """
     if not launched():
         yield device
         return
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    with _terminated_in_words(), lost_in_words():
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+        try:
+            yield device
+        finally:
+            with suppress(RuntimeError):  # of a process that is gone: what is said about it comes from the body
+                dist.destroy_process_group()
+
+
+@contextmanager
+def lost_in_words() -> Iterator[None]:
+    """What `torch.distributed` raises where another process is gone, as a `ProcessError`."""
     try:
-        yield device
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not any(word in str(error) for word in _LOST):
+            raise
+        raise ProcessError(
+            f"another process of this run is gone, or cannot be reached ({_first_line(error)})"
+        ) from error
+
+
+# gloo raises plain errors. These are in all of them: the file that they come from, or what the system said.
+_LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+@contextmanager
+def _terminated_in_words() -> Iterator[None]:
+    """`torchrun` ends all processes when one has failed, and may be faster than the connection that breaks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise ProcessError("this process was told to end, as `torchrun` does when another process of the run is gone")
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
     finally:
-        dist.destroy_process_group()
+        signal.signal(signal.SIGTERM, before)
+
+
+# ---------------------------------------------------------------- what all have
 
 
 def total(value: Tensor) -> Tensor:
@@ -75,7 +134,7 @@ def strongest(wish: int, device: torch.device) -> int:
 
 
 def gathered(value: T) -> list[T]:
-    """The values of all processes, in the order of their ranks, in each of them."""
+    """The values of all processes, in the order of their ranks, in each of them; tensors must be on the CPU."""
     if ranks() == 1:
         return [value]
     values: list[T] = [value] * ranks()
@@ -83,8 +142,35 @@ def gathered(value: T) -> list[T]:
     return values
 
 
-def from_first(tensors: list[Tensor]) -> None:
+def from_first(tensors: Sequence[Tensor]) -> None:
     """Overwrites tensors by those of process 0."""
     if ranks() > 1:
         for tensor in tensors:
             dist.broadcast(tensor, 0)
+
+
+def refuse_different(tensors: Mapping[str, Tensor]) -> None:
+    """Makes sure that tensors are the same in all processes, bit for bit.
+
+    Args:
+        tensors: by name.
+
+    Raises:
+        ProcessError: they are not; it is raised in every process, and names those that differ.
+    """
+    if ranks() == 1:
+        return
+    all_of_them = gathered({name: _checksum(tensor) for name, tensor in tensors.items()})
+    names = {name: None for sums in all_of_them for name in sums}
+    differ = [name for name in names if len({sums.get(name) for sums in all_of_them}) > 1]
+    if differ:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise ProcessError(
+            f"the {ranks()} processes of this run must have the same values, and differ in "
+            f"{', '.join(f'`{name}`' for name in differ[:3])}{more}"
+        )
+
+
+def _checksum(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data.data).hexdigest()

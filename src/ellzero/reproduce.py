@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, final
 
 import torch
+from rich import box
 from rich.table import Table
 
 from ellzero import costs, training
@@ -102,8 +103,8 @@ def table(records: Sequence[Record], title: str) -> Table:
     parameters; density is eq. 16 over its dense value, expected and kept; parameters and MACs are those of the compact
     network; the seconds are those of the whole stack that the row was trained in.
     """
-    left = ("row", "paper", "ours, median seed")
-    right = ("paper %", "best %", "last %", "density expected", "kept", "parameters", "MACs", "seconds")
+    left = ("row", "paper", "ours")
+    right = ("paper, error %", "best %", "last %", "density expected", "kept", "parameters", "MACs", "seconds")
     out = new_table(title, left, right)
     for record in records:
         seeds = record["seeds"]
@@ -145,7 +146,7 @@ def took(record: Record) -> str:
 
 def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
     """An empty table with columns of words, then columns of numbers."""
-    out = Table(title=title, title_justify="left")
+    out = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in left:
         out.add_column(name)
     for name in right:
@@ -410,24 +411,26 @@ def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     return [*out, *(fields[key] for key in sorted(fields))]
 
 
-def clear(out: Path) -> None:
+def clear(study: Study, out: Path) -> None:
     """Removes a reproduction from its folder, and nothing else that lies there.
 
     Raises:
-        StudyError: the folder holds none.
+        StudyError: the folder holds another study's, or something else.
     """
     file = out / _STUDY
     if not file.exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise StudyError(f"`--fresh` must be given a reproduction's folder, and {str(out)!r} holds something else")
-        return
-    names: list[str] = []
-    with suppress(ValueError, KeyError, TypeError):  # damaged: rows that are made again are written over
-        names = [r["name"] for r in json.loads(file.read_text(encoding="utf-8"))["settings"]["recipes"]]
+        return  # `state` refuses what is there instead
+    there: Any = None
+    with suppress(ValueError):  # damaged: then only what every reproduction has is known
+        there = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(there, dict) and there.get("study") != study.name:
+        raise StudyError(f"{str(out)!r} holds the study `{there.get('study')}`; give another folder by `--out`")
     for folder in (_STACKS, _FIGURES):
         shutil.rmtree(out / folder, ignore_errors=True)
-    for name in names:
-        (out / f"{name}.json").unlink(missing_ok=True)
+    for row in study.rows:
+        (out / f"{row.recipe.name}.json").unlink(missing_ok=True)
+    for record in study.compute() if study.compute is not None else ():
+        (out / f"{record['name']}.json").unlink(missing_ok=True)
     file.unlink()  # last: what is left after a crash is still known for a reproduction
 
 

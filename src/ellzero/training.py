@@ -13,6 +13,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -288,7 +289,8 @@ class Trainer:
         self.runs.compiled(not self.tuning and (long if r.compile is None else r.compile))
         self._forward: nn.Module = self.runs
         if self.ranks > 1:
-            self._forward = DistributedDataParallel(self.runs)
+            # No buffers from the first process before each forward: they are the same again after each epoch.
+            self._forward = DistributedDataParallel(self.runs, broadcast_buffers=False)
         self._captured: Any = None
         self._warm = 0
 
@@ -395,6 +397,8 @@ class Trainer:
             yield loss
             started = time.perf_counter()
         self.epoch, self.position = self.epoch + 1, 0
+        parallel.from_first(list(self.runs.template.buffers()))  # batch norm saw another share in each process
+        parallel.refuse_different({**self.runs.values(), "multiplier": self.lagrangian.multiplier})
         self.losses.tolist()  # waits for the device
         self.seconds += time.perf_counter() - started
 
@@ -648,11 +652,11 @@ class Trainer:
             "average": dict(self.average),
             "lagrangian": self.lagrangian.state(),
             "clock": self.clock,
-            "losses": self.losses,
-            "random": [checkpoint.random_state(self.device)],
+            "own": [self._own()],
             **{name: getattr(self, name) for name in _COUNTERS},
             "records": len(self.history),
             "ranks": self.ranks,
+            "images": len(self.data.train_x),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -669,13 +673,17 @@ class Trainer:
             for name, value in self.average.items():
                 value.copy_(state["average"][name])
             self.clock.copy_(state["clock"])
-            self.losses.copy_(state["losses"])
+            self.losses.copy_(state["own"][self.rank]["losses"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": dict(state["optimizer"]), "param_groups": groups})
         self.lagrangian.load(state["lagrangian"])
         for name in _COUNTERS:
             setattr(self, name, state[name])
-        checkpoint.set_random_state(state["random"][self.rank], self.device)
+        checkpoint.set_random_state(state["own"][self.rank]["random"], self.device)
+
+    def _own(self) -> dict[str, Any]:
+        """What is another in each process."""
+        return {"losses": self.losses.cpu(), "random": checkpoint.random_state(self.device)}
 
     def save(self, folder: Folder) -> None:
         """Writes a checkpoint; of several processes, the first does.
@@ -684,7 +692,7 @@ class Trainer:
             checkpoint.CheckpointError: it cannot be written. The ones before are still there.
         """
         state = self.state()
-        state["random"] = parallel.gathered(checkpoint.random_state(self.device))
+        state["own"] = parallel.gathered(state["own"][0])
         if self.rank == 0:
             digest, plain = _identity(self.recipes)
             checkpoint.save(folder.checkpoints, state, step=self.steps_done, recipe_digest=digest, recipe=plain)
@@ -700,22 +708,33 @@ class Trainer:
             Whether there was one.
 
         Raises:
-            checkpoint.CheckpointError: there is one and it cannot be read, is of another recipe, or was written by
-                another number of processes or on another kind of device.
+            checkpoint.CheckpointError: there is one and it cannot be read, is of another recipe or other data, or was
+                written by another number of processes or on another kind of device.
+            parallel.ProcessError: not all processes find the same.
         """
-        if not checkpoint.steps(folder.checkpoints):
+        digest, plain = _identity(self.recipes)
+        there = checkpoint.steps(folder.checkpoints)
+        found = checkpoint.load(folder.checkpoints, digest, plain) if there else None
+        if len(set(parallel.gathered(found and found.step))) > 1:
+            raise parallel.ProcessError(f"all processes must find the same checkpoint in {str(folder.path)!r}")
+        if found is None:
             if cut and self.rank == 0:
                 folder.cut(0)
             return False
-        digest, plain = _identity(self.recipes)
-        found = checkpoint.load(folder.checkpoints, digest, plain)
-        if cut and found.state["ranks"] != self.ranks:
-            raise checkpoint.CheckpointError(
-                f"{str(folder.path)!r} was trained by {found.state['ranks']} processes and goes on with as many, "
-                f"got {self.ranks}"
-            )
+        if self.rank == 0:
+            for message in found.messages:  # that a damaged one is passed over
+                warnings.warn(message, stacklevel=2)
+        images = len(self.data.train_x)
+        for what, was, now in (
+            ("processes", found.state["ranks"], self.ranks),
+            ("images", found.state["images"], images),
+        ):
+            if cut and was != now:
+                raise checkpoint.CheckpointError(
+                    f"{str(folder.path)!r} was trained with {was} {what} and goes on with as many, got {now}"
+                )
         if not cut:
-            found.state["random"] = [checkpoint.random_state(self.device)]  # nothing is drawn by looking
+            found.state["own"] = [self._own()]  # nothing is drawn by looking
         try:
             self.load(found.state)
         except ValueError as error:

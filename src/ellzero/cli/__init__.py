@@ -18,13 +18,13 @@ from ellzero.cli.app import INTERRUPTED, CommandError
 from ellzero.saving import installed_version
 
 COMMANDS = (running, looking, models)  # the modules that hold the commands
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "fish")
 DESCRIPTION = """Learn sparse PyTorch networks with L0 gates, and get a smaller plain network back.
 
 For example: ellzero train demo
 
 Every command has a help of its own with examples, `ellzero train --help`. `--version` prints the version, and
-`--print-completion bash` (zsh, tcsh) a script that completes commands and options in that shell.
+`--print-completion bash` (zsh, fish) a script that completes commands and options in that shell.
 """
 
 

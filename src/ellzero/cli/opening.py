@@ -5,6 +5,7 @@ What the commands about runs share. No command is here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, make_dataclass
 from pathlib import Path
@@ -223,6 +224,6 @@ def loading(recipe: Recipe, file: Path) -> list[str]:
     scale = "" if recipe.scaling == "unit" else f", {facts.mean}, {facts.std}"
     return [
         "import ellzero, ellzero.data, ellzero.zoo",
-        f'net = ellzero.load(ellzero.zoo.{made}, "{file.as_posix()}").eval()',
+        f"net = ellzero.load(ellzero.zoo.{made}, {json.dumps(file.as_posix())}).eval()",
         f"logits = net(ellzero.data.scaled(images{scale}))  # of bytes, (N, C, H, W)",
     ]

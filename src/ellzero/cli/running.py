@@ -121,6 +121,15 @@ def train(
             raise CommandError(f"{stopped}: saved; resume with: {again}", INTERRUPTED) from stopped
         except (DivergedError, torch.OutOfMemoryError) as error:
             raise CommandError(str(error), FAILED) from error
+        except RuntimeError as error:
+            if parallel.ranks() == 1:
+                raise
+            # gloo and nccl have no error of their own for a process that is gone.
+            raise CommandError(
+                f"the processes lost each other: {str(error).splitlines()[0]}; the run resumes from its newest "
+                f"checkpoint with as many processes and `--resume {home}`",
+                FAILED,
+            ) from error
         finally:
             if resume is None and parallel.rank() == 0:
                 _discard_unbegun(folder)

@@ -1,0 +1,210 @@
+"""The command that makes published tables and figures again: `reproduce`.
+
+What a study is and how it is done is in `reproduce`, and each study in a file of `reproductions/`; here are the words
+around it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from rich import box
+from rich.table import Table
+from rich.text import Text
+from tyro.conf import Positional, arg
+
+from ellzero import reproduce as making
+from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json
+from ellzero.cli.opening import Device, find_device, load_data
+from ellzero.figures import PlotsMissingError, can_draw
+from ellzero.report import render
+from ellzero.reproduce import AT_ONCE, Record, Study, StudyError
+from ellzero.training import DivergedError, Stopped
+from ellzero.watch import AbstractWatcher, Bar
+
+WIDTH = 190  # of a table that goes to a file: one line for each row
+
+
+@app.command
+def reproduce(
+    name: Annotated[str | None, Positional, arg(metavar="STUDY", help_behavior_hint="")] = None,
+    seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the study's, mostly 5)")] = None,
+    epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the paper's)")] = None,
+    device: Device = "auto",
+    data: Annotated[Literal["mnist", "mnist5k"] | None, arg(help_behavior_hint="(default: the paper's, mnist)")] = None,
+    data_dir: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    only: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None,
+    every: Annotated[int, arg(metavar="N")] = 1,
+    at_once: Annotated[int, arg(metavar="N")] = AT_ONCE,
+    out: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="(default: runs/reproduce/STUDY)")] = None,
+    resume: bool = False,
+    fresh: bool = False,
+    draw_only: bool = False,
+    json: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Make a published table or figure again, ours beside the paper's; without STUDY list what there is.
+
+    For example:
+
+    $ ellzero reproduce
+    $ ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3
+    $ ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3 --resume
+    $ ellzero reproduce gallego2021-table1 --only 'gallego-mlp*' --device cuda
+    $ ellzero reproduce louizos2018-figure2
+
+    All runs of a row, and rows that differ in their objective alone, are trained together. Ctrl-C ends it after the
+    step, and saves; what is finished is not trained again when it goes on with --resume. The folder then holds one json
+    for each row, and the figures, for which matplotlib must be installed (the extra `plots`).
+
+    Args:
+        name: which one.
+        seeds: runs of each row, with the seeds 0, 1, 2, ….
+        epochs: in place of the recipes' own.
+        device: where to train; auto is a GPU if there is one.
+        data: in place of the recipes' own; mnist5k, a part of MNIST, comes with the library.
+        data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
+        only: the rows whose recipe's name matches, such as 'louizos-mlp*'.
+        every: evaluate after every N epochs, and after the last.
+        at_once: train no more than N runs together.
+        out: folder of the reproduction.
+        resume: go on with the reproduction in the folder, or begin one if there is none.
+        fresh: remove the reproduction in the folder, and begin again.
+        draw_only: train nothing: print the table and draw the figures from what is in the folder.
+        json: print the records as JSON.
+        quiet: show no progress.
+    """
+    with foreseen(bad_usage=(StudyError,)):
+        known = making.studies()
+        if name is None:
+            _list(known, json)
+            return
+        study = making.find(name, known)
+    for option, number in (("seeds", seeds), ("epochs", epochs), ("every", every), ("at-once", at_once)):
+        if number is not None and number < 1:
+            raise CommandError(f"`--{option}` must be at least 1, got {number}")
+    if resume + fresh + draw_only > 1:
+        raise CommandError("`--resume`, `--fresh` and `--draw-only` exclude each other: give one of them")
+    trained = {"seeds": seeds, "epochs": epochs, "data": data, "data-dir": data_dir, "only": only}
+    if study.compute is not None:
+        for option, value in trained.items():
+            if value is not None:
+                raise CommandError(f"`--{option}` must be absent: `{study.name}` trains nothing, got {value}")
+    home = Path("runs", "reproduce", study.name) if out is None else Path(out)
+    drawable = study.draw is None or can_draw()
+    if not drawable and (draw_only or study.compute is not None):
+        raise CommandError(str(PlotsMissingError()), FAILED)
+    if draw_only:
+        with foreseen(bad_usage=(StudyError,)):
+            records, missing = making.stored(study, home, only or "*")
+        if missing:
+            _tell(f"not there yet: {', '.join(missing)}")
+    else:
+        if not drawable:
+            _tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
+        again = _command(study, home, trained, every, at_once, device)
+        _prepare(study, home, seeds or study.seeds, epochs, data, only or "*", every, at_once, resume, fresh)
+        dataset = None
+        if study.compute is None:
+            dataset = load_data(data or study.rows[0].recipe.data, data_dir, find_device(device))
+        watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
+        try:
+            with foreseen(bad_usage=(StudyError, ValueError)):
+                records = making.reproduce(
+                    study,
+                    dataset,
+                    seeds=seeds,
+                    epochs=epochs,
+                    data=data,
+                    only=only or "*",
+                    every=every,
+                    at_once=at_once,
+                    out=home,
+                    watchers=watchers,
+                    say=(lambda _: None) if quiet else _tell,
+                )
+        except Stopped as stopped:
+            raise CommandError(f"{stopped}: saved; resume with: {again}", INTERRUPTED) from stopped
+        except KeyboardInterrupt:
+            raise CommandError(f"interrupted; what was saved goes on with: {again}", INTERRUPTED) from None
+        except torch.OutOfMemoryError as error:
+            hint = f"try fewer runs together than {at_once}, by `--at-once` and a new folder"
+            raise CommandError(f"{error}; {hint}", FAILED) from error
+        except DivergedError as error:
+            raise CommandError(str(error), FAILED) from error
+    with foreseen():
+        files = making.draw(study, records, home) if drawable else []
+    if json:
+        show_json(records)
+        return
+    _show(study, records)
+    say(f"results: {home}", *(f"figure: {file}" for file in files if file.suffix in (".png", ".svg")))
+
+
+def _list(known: dict[str, Study], json: bool) -> None:
+    if json:
+        show_json([{"name": s.name, "title": s.title, "rows": len(s.rows), "seeds": s.seeds} for s in known.values()])
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("study", "what", "runs"):
+        table.add_column(title, overflow="fold")
+    for study in known.values():
+        runs = "none" if study.compute is not None else f"{len(study.rows)} rows × {study.seeds} seeds"
+        table.add_row(study.name, Text(study.title), runs)
+    show(table)
+    say("For example: ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3")
+
+
+def _prepare(
+    study: Study,
+    home: Path,
+    seeds: int,
+    epochs: int | None,
+    data: str | None,
+    only: str,
+    every: int,
+    at_once: int,
+    resume: bool,
+    fresh: bool,
+) -> None:
+    """Refuses a folder that holds something else, or a reproduction that nobody said what to do with."""
+    with foreseen(bad_usage=(StudyError, ValueError)):
+        settings = making.asked(study, seeds=seeds, every=every, at_once=at_once, epochs=epochs, data=data, only=only)
+        if fresh:
+            making.clear(study, home)
+        state = making.state(study, home, settings)
+    if state == "there" and not resume:
+        raise CommandError(
+            f"{str(home)!r} holds this reproduction already: `--resume` goes on with it (what is finished is not "
+            f"trained again), `--fresh` removes it and begins again"
+        )
+
+
+def _command(
+    study: Study, home: Path, trained: dict[str, str | int | None], every: int, at_once: int, device: str
+) -> str:
+    """The command that goes on with this reproduction."""
+    options = {**trained, "every": every if every != 1 else None, "at-once": at_once if at_once != AT_ONCE else None}
+    options |= {"device": device if device != "auto" else None, "out": str(home)}
+    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["ellzero", "reproduce", study.name, *words, "--resume"])
+
+
+def _show(study: Study, records: list[Record]) -> None:
+    if study.table is None:
+        return
+    runs = {len(r["seeds"]) for r in records}
+    devices = ", ".join(dict.fromkeys(str(r["device"]) for r in records))
+    table = study.table(records, f"{study.title}; {devices}, {' or '.join(map(str, sorted(runs)))} seeds")
+    if sys.stdout.isatty():
+        show(table)
+    else:
+        sys.stdout.write(render(table, WIDTH) + "\n")
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
