@@ -18,8 +18,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PATIENCE = 120.0  # seconds, after which a job counts as hung
 
@@ -55,7 +59,8 @@ class Server:
     def __init__(self, home: Path) -> None:
         source = Path(__file__).parent.parent / "src"
         environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source), "PYTHONWARNINGS": "error::UserWarning",
+            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(source),
+            "PYTHONWARNINGS": "error::UserWarning",
         }  # fmt: skip
         self.home, self.jobs = home, 0
         self.process = subprocess.Popen(
@@ -175,12 +180,36 @@ def dataset(kind: str) -> Any:
     return replace(whole, train_x=train_x, train_y=train_y, test_x=whole.test_x[::20], test_y=whole.test_y[::20])
 
 
+@contextmanager
+def together(rank: int, ranks: int, meet: str) -> Iterator[None]:
+    """Joins other processes by a file, which unlike a port nobody else can have taken."""
+    import torch.distributed as dist
+
+    from ellzero import parallel
+
+    if ranks == 1:
+        yield
+        return
+    with parallel.lost_in_words():
+        limit = timedelta(seconds=PATIENCE / 2)
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks, timeout=limit)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
 def train(
     folder: str,
     save_seconds: float = 0.0,
     die: tuple[str, int, bool] | None = None,
     progress: str | None = None,
     pause: float = 0.0,
+    rank: int = 0,
+    ranks: int = 1,
+    meet: str = "",
+    spoil: int | None = None,
+    dump: str | None = None,
 ) -> None:
     """Trains what a folder says, to its end or from where it stands.
 
@@ -191,32 +220,41 @@ def train(
             the end of a step), in which save, and whether the call is made first.
         progress: file that gets a byte after every step.
         pause: seconds that every step takes longer.
+        rank: of this process.
+        ranks: how many processes there are.
+        meet: file by which they find each other.
+        spoil: number of the step, from 0, after which a parameter of this process is changed.
+        dump: file that gets the state of this process at the end.
     """
     import numpy as np
+    import torch
 
     from ellzero import checkpoint, training
     from ellzero.folders import Folder
-    from ellzero.watch import AbstractWatcher
 
-    class Progress(AbstractWatcher):
-        def begin(self, recipes: Any, done: int, total: int) -> None: ...
+    step = training.Trainer.step
 
-        def step(self, done: int) -> None:
-            if progress is not None:
-                with open(progress, "ab") as file:
-                    file.write(b".")
-            time.sleep(pause)
+    def watched(trainer: training.Trainer, *args: Any, **kwargs: Any) -> Tensor:
+        out = step(trainer, *args, **kwargs)
+        if progress is not None:
+            with open(progress, "ab") as file:
+                file.write(b".")
+        time.sleep(pause)
+        if trainer.steps_done == spoil:  # before this step
+            with torch.no_grad():
+                trainer.runs.values()["network.model.fc2.bias"][3] += 1e-6
+        return out
 
-        def note(self, records: Any) -> None: ...
-
-        def end(self) -> None: ...
-
+    training.Trainer.step = watched  # type: ignore[method-assign]
     random.seed(0)  # torch's generator is the run's business; these two are saved as well
     np.random.seed(0)  # noqa: NPY002
     if die is not None:
         _die_in_a_save(checkpoint, *die)
     run = Folder.open(folder)
-    training.train(run.recipes, dataset(run.recipes[0].data), run, watchers=[Progress()], save_seconds=save_seconds)
+    with together(rank, ranks, meet):
+        trainer = training.train(run.recipes, dataset(run.recipes[0].data), run, save_seconds=save_seconds)
+    if dump is not None:
+        torch.save({**trainer.state(), "history": trainer.history}, dump)
 
 
 def _die_in_a_save(checkpoint: Any, call: str, count: int, after: bool) -> None:

@@ -226,6 +226,26 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(
     assert stored(again.path / "compact.safetensors") == stored(home / "compact.safetensors")
 
 
+def test_a_second_ctrl_c_does_not_wait_and_says_what_there_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.to_toml())
+
+    def impatient(self: Bar, done: int) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Bar, "step", impatient)
+    answer = run("train", "small.toml", "--out", "a", "--save-seconds", "0")
+    assert answer == (
+        130,
+        "",
+        "ellzero: interrupted; the newest checkpoint is of step 4; resume with: ellzero train --resume a\n",
+    )
+    assert run("train", "small.toml", "--out", "b") == (130, "", "ellzero: interrupted\n")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "small.toml"]  # there was nothing to go on with
+
+
 def test_a_resumed_run_keeps_what_it_was_begun_with(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--every`, `--data-dir` and `--tensorboard` need not be said again."""
     pytest.importorskip("tensorboard")

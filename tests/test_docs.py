@@ -2,15 +2,29 @@
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_tables_are_those_of_the_stored_results() -> None:
+def renderer() -> ModuleType:
     spec = importlib.util.spec_from_file_location("render", ROOT / "reproductions" / "render.py")
     assert spec is not None
     assert spec.loader is not None
     render = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(render)
+    return render
+
+
+def test_the_tables_are_those_of_the_stored_results() -> None:
+    render = renderer()
     written = render.PAGE.read_text(encoding="utf-8")
     assert render.page(written) == written
+
+
+def test_the_figures_are_those_of_the_stored_results() -> None:
+    copies = renderer().copies()
+    for copy, original in copies.items():
+        assert copy.read_bytes() == original.read_bytes(), f"{copy.name}: run reproductions/render.py"
+    there = set((ROOT / "docs" / "figures").glob("*")) if (ROOT / "docs" / "figures").is_dir() else set()
+    assert there == set(copies)

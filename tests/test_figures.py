@@ -13,7 +13,19 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 
-from ellzero.figures import GREY, PlotsMissingError, Point, can_draw, curves, front, grid, legend, pareto, published, save
+from ellzero.figures import (
+    GREY,
+    PlotsMissingError,
+    Point,
+    can_draw,
+    curves,
+    front,
+    grid,
+    legend,
+    pareto,
+    published,
+    save,
+)
 
 # Shares in percent, computed by hand from the architectures in both papers' Tables 1: weights, MACs, density.
 MLP = {

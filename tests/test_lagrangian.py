@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 import ellzero as l0
-from ellzero.lagrangian import AUTO_KI, AUTO_KP, Lagrangian, dual_optimizer, parts, targets
+from ellzero.lagrangian import AUTO_FOLDS, Lagrangian, dual_optimizer, parts, targets
 from ellzero.recipes import Recipe, get
 from ellzero.runs import l2_of_weights
 
 CPU = torch.device("cpu")
+BEGIN = torch.zeros(())  # of the clock
 GATES = ("fc1", "fc2", "fc3")
 DENSE = {"fc1": 600.0, "fc2": 300.0, "fc3": 100.0}  # weights that each set of gates counts
 
@@ -72,7 +73,7 @@ def test_a_penalty_is_lambda_times_the_number_of_weights() -> None:
 def test_a_constraint_bounds_the_fraction_of_all_weights_under_its_pattern() -> None:
     l = lagrangian(recipe(at_most={"fc[12]": 0.3, "*": 0.6}))  # noqa: E741
     cost = torch.tensor([[0.5, 0.25, 1.0]])
-    torch.testing.assert_close(l.gaps(cost, torch.zeros(())), torch.tensor([[375 / 900 - 0.3, 475 / 1000 - 0.6]]))
+    torch.testing.assert_close(l.gaps(cost, BEGIN), torch.tensor([[375 / 900 - 0.3, 475 / 1000 - 0.6]]))
     assert terms(l, cost).item() == 0
     l.multiplier.copy_(torch.tensor([[2.0, 3.0]]))
     assert terms(l, cost).item() == pytest.approx(2 * (375 / 900 - 0.3) + 3 * (475 / 1000 - 0.6))
@@ -87,7 +88,7 @@ def test_every_run_has_the_constraints_of_its_own_cost() -> None:
     ]
     l = lagrangian(*several)  # noqa: E741
     cost = torch.tensor([[0.5, 0.25, 1.0, 0.11, 0.22, 0.33]]).repeat(4, 1)  # params of fc1 and fc2, then MACs
-    gaps = l.gaps(cost, torch.zeros(()))
+    gaps = l.gaps(cost, BEGIN)
     torch.testing.assert_close(gaps[0, 0], torch.tensor(0.475 - 0.4))
     torch.testing.assert_close(gaps[1], torch.tensor([0.01, 0.02]))
     torch.testing.assert_close(gaps[2, 0], torch.tensor(0.03))
@@ -95,7 +96,7 @@ def test_every_run_has_the_constraints_of_its_own_cost() -> None:
     assert gaps[2, 1] < 0
     assert (gaps[3] < 0).all()
     for _ in range(3):  # what is no constraint never binds
-        l.ascend(gaps, first=False)
+        l.ascend(gaps, BEGIN, first=False)
     assert (l.multiplier > 0).tolist() == [[True, False], [True, True], [True, False], [False, False]]
     assert l.penalty[:3].eq(0).all()
     torch.testing.assert_close(l.penalty[3], torch.tensor([600.0, 300.0, 100.0, 0, 0, 0]) / 50)
@@ -109,12 +110,16 @@ def test_the_norm_of_eq_17_has_half_its_factor_and_no_constraint() -> None:
     assert not l.member[:, :, 3].any()
 
 
-def test_the_target_comes_down_from_one_on_a_line() -> None:
-    l = lagrangian(recipe(at_most={"fc1": 0.2, "fc2": 0.6}, target_warmup=0.5), steps=100)  # noqa: E741
-    for clock, expected in {0: [1.0, 1.0], 25: [0.6, 0.8], 50: [0.2, 0.6], 90: [0.2, 0.6]}.items():
-        torch.testing.assert_close(l.now(torch.tensor(float(clock))), torch.tensor([expected]))
+def test_the_target_comes_down_from_one_on_a_line_or_by_equal_factors() -> None:
+    r = recipe(at_most={"fc1": 0.2, "fc2": 0.6}, target_warmup=0.5)
+    line = {0: [1.0, 1.0], 25: [0.6, 0.8], 50: [0.2, 0.6], 90: [0.2, 0.6]}
+    factors = {0: [1.0, 1.0], 25: [0.2**0.5, 0.6**0.5], 40: [0.2**0.8, 0.6**0.8], 50: [0.2, 0.6], 90: [0.2, 0.6]}
+    for dual, way in {"ascent": line, "auto": factors}.items():
+        l = lagrangian(r.override(dual=dual), steps=100)  # noqa: E741
+        for clock, expected in way.items():
+            torch.testing.assert_close(l.now(torch.tensor(float(clock))), torch.tensor([expected]))
     at_once = lagrangian(recipe(at_most=0.2))
-    assert at_once.now(torch.zeros(())).item() == pytest.approx(0.2)
+    assert at_once.now(BEGIN).item() == pytest.approx(0.2)
 
 
 def test_multipliers_are_moved_as_the_recipe_says() -> None:
@@ -126,31 +131,40 @@ def test_multipliers_are_moved_as_the_recipe_says() -> None:
     assert dual_optimizer(nupi, 10) == l0.NuPI(kp=2.0, ki=0.3, nu=0.5)
 
 
-def test_gains_of_the_automatic_controller_fit_the_length_of_the_run() -> None:
-    """A violation of 0.3 all along adds up to the same multiplier in a short run and in a long one."""
+def test_the_automatic_controller_fits_the_length_of_the_run() -> None:
+    """A cost of 1.05 times the target all along leads to the same multiplier in a short run and in a long one."""
     assert get("demo").dual == "auto"
     ends = []
     for steps in (10, 1000):
         l = lagrangian(recipe(at_most=0.2), steps=steps)  # noqa: E741
-        assert l.dual == l0.NuPI(kp=AUTO_KP, ki=AUTO_KI / steps)
+        assert l.dual == l0.ExponentiatedAscent(AUTO_FOLDS / steps)
         for step in range(steps):
-            l.ascend(torch.tensor([[0.3]]), first=step == 0)
+            l.ascend(torch.tensor([[0.05 * 0.2]]), BEGIN, first=step == 0)
         ends.append(l.multiplier.item())
-    assert ends == pytest.approx([0.3 * (AUTO_KI + AUTO_KP)] * 2, rel=1e-4)
+    assert ends == pytest.approx([0.1 * 1.05**AUTO_FOLDS] * 2, rel=1e-3)
+
+
+def test_the_automatic_controller_goes_by_the_target_of_the_moment() -> None:
+    r = recipe(at_most=0.2, target_warmup=0.5)
+    l = lagrangian(r, steps=100)  # noqa: E741
+    l.ascend(torch.tensor([[0.1]]), torch.tensor(25.0), first=True)
+    assert l.multiplier.item() == pytest.approx(0.1 * (1 + 0.1 / 0.2**0.5) ** (AUTO_FOLDS / 100), rel=1e-5)
+    l.ascend(torch.tensor([[-0.1]]), torch.tensor(60.0), first=False)
+    assert l.multiplier.item() == 0
 
 
 def test_a_state_is_taken_up_in_place() -> None:
     a, b = lagrangian(recipe(at_most=0.2)), lagrangian(recipe(at_most=0.2))
     for step in range(3):
-        a.ascend(torch.tensor([[0.3 - 0.1 * step]]), first=step == 0)
+        a.ascend(torch.tensor([[0.3 - 0.1 * step]]), BEGIN, first=step == 0)
     place = b.multiplier.data_ptr()
     b.load(a.state())
     assert b.multiplier.data_ptr() == place
     for violation in (0.5, 0.4):
-        a.ascend(torch.tensor([[violation]]), first=False)
-        b.ascend(torch.tensor([[violation]]), first=False)
+        a.ascend(torch.tensor([[violation]]), BEGIN, first=False)
+        b.ascend(torch.tensor([[violation]]), BEGIN, first=False)
         assert torch.equal(a.multiplier, b.multiplier)
-    assert a.multiplier.item() > 0
+    assert 0 < a.multiplier.item() < 1000
 
 
 def test_patterns_that_match_no_gates_are_refused() -> None:

@@ -1,7 +1,7 @@
 """Runs that are killed, stopped or cut off, and go on: they must end where an uninterrupted run ends, bit for bit.
 
-The oracle is an uninterrupted run in a folder of its own: all that is in the newest checkpoint of both is compared bit by
-bit, and history and results without the seconds.
+The oracle is an uninterrupted run in a folder of its own: all that is in the newest checkpoint of both is compared bit
+by bit, and history and results without the seconds.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ GATED = Recipe(
     batch=20, epochs=5, ema=0.9, finalize=True, finetune_epochs=2,
 )  # fmt: skip
 WIDE = Recipe(
-    name="wide", network="wrn-10-1", data="cifar10", dropout=0.3, drop_rates={"*": 0.3}, penalty=1.0, optimizer="sgd",
-    lr=0.05, gate_lr=1.0, nesterov=True, milestones=(1,), decay=0.2, l2=5e-4, batch=16, epochs=2, ema=0.8,
+    name="wide", network="wrn-10-1", data="cifar10", dropout=0.3, drop_rates={"*": 0.3}, penalty=1e-4, optimizer="sgd",
+    lr=0.05, gate_lr=0.5, nesterov=True, milestones=(1,), decay=0.2, l2=5e-4, batch=16, epochs=2, ema=0.8,
     augment=True, finetune_epochs=1, recalibrate=True,
 )  # fmt: skip
 STACK = [
@@ -156,25 +156,20 @@ def test_a_run_is_what_it_is_however_often_it_is_saved(
     assert_same_end(folder, uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipes", [[WIDE], STACK], ids=["wide", "stack"])
-@pytest.mark.parametrize("save", [3, 6, 11], ids=["in the first epoch", "in a later one", "in tuning"])
-def test_killed_in_the_middle_of_an_epoch(
-    recipes: list[Recipe], save: int, server: processes.Server, tmp_path: Path
+def test_killed_in_the_middle_of_an_epoch_and_again_in_tuning(
+    recipes: list[Recipe], server: processes.Server, tmp_path: Path
 ) -> None:
     """Dropout, batch norm, crops, momentum and milestones; and a stack of two."""
-    whole = wholes.get(recipes[0].name)
-    if whole is None:
-        whole = wholes[recipes[0].name] = Folder.create(tmp_path / "whole", recipes)
-        server.run("train", folder=str(whole.path))
-    folder = Folder.create(tmp_path / "run", recipes)
-    job = server.start("train", folder=str(folder.path), die=("fsync", save, True))
-    assert job.wait() == -signal.SIGKILL, job.said
-    assert checkpoint.steps(folder.checkpoints)[-1] == save - 1
+    whole, folder = (Folder.create(tmp_path / name, recipes) for name in ("whole", "run"))
+    server.run("train", folder=str(whole.path))
+    for save, reached in ((7, 6), (5, 10)):
+        job = server.start("train", folder=str(folder.path), die=("fsync", save, True))
+        assert job.wait() == -signal.SIGKILL, job.said
+        assert checkpoint.steps(folder.checkpoints)[-1] == reached
     server.run("train", folder=str(folder.path))
     assert_same_end(folder, whole)
-
-
-wholes: dict[str, Folder] = {}  # uninterrupted runs, by the name of their first recipe
 
 
 def test_killed_when_all_is_done_but_the_results(
@@ -361,7 +356,10 @@ def test_where_no_checkpoint_can_be_read_nothing_is_begun_anew(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"lr": 0.002}, r"another recipe: `0\.lr` is 0\.001 there and 0\.002 here"), ({"seed": 1}, r"`0\.seed` is 0 there")],
+    [
+        ({"lr": 0.002}, r"another recipe: `0\.lr` is 0\.001 there and 0\.002 here"),
+        ({"seed": 1}, r"`0\.seed` is 0 there"),
+    ],
 )
 def test_a_checkpoint_of_another_recipe_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = Folder.create(tmp_path / "run", [SHORT])

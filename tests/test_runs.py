@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.runs import WATCHED, Objective, Runs
+from ellzero.runs import WATCHED, Objective, Runs, l2_of_weights
 
 SIZE = 3
 
@@ -72,6 +72,37 @@ def test_a_stack_computes_what_each_run_does_alone() -> None:
         assert value.grad is not None
         close(value.grad, torch.stack([o.get_parameter(name).grad for o in alone]))  # type: ignore[misc]
     assert any(bool(v.grad.any()) for n, v in stack.values().items() if "gates" in n)  # type: ignore[union-attr]
+
+
+def test_norms_are_as_they_are_and_one_of_them_leaves_the_gates_alone() -> None:
+    """Σ_j p_j·Σ_i w_ij² over the layers (eq. 17), no fraction of anything, and its gradients in closed form."""
+    nets = [gated(seed) for seed in range(SIZE)]
+    for cost, felt in ((l0.l2_norm, True), (l2_of_weights, False)):
+        stack = Runs([Objective(gated(seed), gated(seed).model, [(cost, None)]) for seed in range(SIZE)])
+        _, norms = stack(*batch())
+        norms.sum().backward()
+        for run, net in enumerate(nets):
+            total = torch.zeros((), dtype=torch.float64)
+            for name, gate in net.named_gates():
+                p, w = gate.prob_open().detach(), net.model.get_parameter(f"{name}.weight").detach()
+                total += (p * w.square().sum(0)).sum()
+                grads = {n: v.grad for n, v in stack.values().items()}
+                weight, alpha = grads[f"network.model.{name}.weight"], grads[f"network.gates.{name}.log_alpha"]
+                assert weight is not None
+                close(weight[run], 2 * p * w)
+                by_gate = p * (1 - p) * w.square().sum(0)
+                assert alpha is None or felt or not alpha.any()
+                assert not felt or (alpha is not None and torch.allclose(alpha[run], by_gate, rtol=1e-12))
+            close(norms[run, 0], total)
+
+
+@pytest.mark.parametrize("size", [1, SIZE])
+def test_open_gates_are_counted_by_set(size: int) -> None:
+    runs = Runs([objective(seed) for seed in range(size)])
+    expected = [[int(gate.open().sum()) for _, gate in gated(seed).named_gates()] for seed in range(size)]
+    assert runs.evaluate("counts").tolist() == expected
+    assert expected[0] != [8, 6, 4]
+    assert sum(expected[0]) > 0
 
 
 def test_runs_do_not_mix() -> None:

@@ -10,6 +10,7 @@ from ellzero.gated import Gated, attach
 from ellzero.gates import AbstractGate, HardConcreteGate, Median, NoExpectation, Noiseless, RectifiedGate
 from ellzero.objectives import (
     Constraint,
+    ExponentiatedAscent,
     ExtrapolationFromPast,
     GradientAscent,
     LinearWarmup,
@@ -31,6 +32,7 @@ __all__ = [
     "ClosedAxisError",
     "CompactionError",
     "Constraint",
+    "ExponentiatedAscent",
     "ExtrapolationFromPast",
     "Gated",
     "GradientAscent",

@@ -172,7 +172,7 @@ def _first_difference(
     return "the output"
 
 
-def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params) -> None:
+def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, fill: bool = False) -> None:
     """Closes units until the *kept* cost is within the target: control becomes a guarantee.
 
     Those go first that save most cost for the least evidence, a unit weighing more the fewer are left in its set, and
@@ -182,6 +182,9 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
         gated: the network.
         at_most: fraction of the dense cost in (0, 1], or fractions by pattern as in `Constraint`.
         cost: `params`, `macs`, `units` or `l0_norm`.
+        fill: also open closed units, by little (`AbstractGate.open_`) and those with most evidence for their cost
+            first, while they fit: a budget that is not used is error for nothing. This changes what the network
+            computes; tune it afterwards.
 
     Raises:
         ValueError: the target lies below what the gates can reach; nothing is changed.
@@ -197,10 +200,13 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
     with torch.no_grad():
         for only, fraction in targets.items():
             opens = _closed_until(gated, opens, cost, only, fraction)
+        if fill:
+            opens = _filled(gated, opens, cost, targets)
     start = 0
     for _, gate in gated.named_gates():
         mine = opens[start : start + gate.shape.numel()].reshape(gate.shape)
         gate.close_(gate.open() & ~mine)
+        gate.open_(~gate.open() & mine)
         start += gate.shape.numel()
 
 
@@ -241,6 +247,23 @@ def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fra
             opens[mine[-1]] = True  # the one with most evidence for its cost
         current = _kept(gated, opens, cost, only)
     return _refilled(gated, closed=before & ~opens, opens=opens, cost=cost, only=only, target=target)
+
+
+def _filled(gated: Gated, opens: Tensor, cost: Cost, targets: Mapping[Any, float]) -> Tensor:
+    """Opens what fits into every target, as far as the target counts it."""
+    for only, fraction in targets.items():
+        target = fraction * dense(cost, gated, only)
+        before = opens.clone()
+        # Nothing that costs nothing: an input of a map that is closed would be open on paper alone.
+        closed = ~opens & (_savings(gated, opens, cost, only) > 0)
+        opens = _refilled(gated, closed=closed, opens=opens.clone(), cost=cost, only=only, target=target)
+        others = [(o, f) for o, f in targets.items() if o != only]
+        if any(
+            _kept(gated, opens, cost, o) > max(f * dense(cost, gated, o), _kept(gated, before, cost, o))
+            for o, f in others
+        ):
+            opens = before  # targets that overlap: this one stays unfilled rather than break another
+    return opens
 
 
 def _scores(single: Tensor, member: Tensor, sizes: Tensor, counts: Tensor) -> Tensor:

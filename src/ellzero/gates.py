@@ -32,6 +32,7 @@ Phi: TypeAlias = tuple[Tensor, ...]
 
 _INIT_STD = 0.01  # Louizos et al., section 4: enough to break ties between gates, too little to matter otherwise
 _CLOSED = -50.0  # logit of P(open) in a gate closed for good: no draw opens it, no gradient is large enough to move it
+_AJAR = 0.1  # the test-time value of a gate that `open_` opens: the network changes by little
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -91,6 +92,15 @@ class AbstractGate(nn.Module, ABC):
     @abstractmethod
     def close_(self, where: Tensor) -> None:
         """Closes the gates in the mask for good: `value()` is 0 there; all others stay as they are, bit for bit."""
+
+    def open_(self, where: Tensor) -> None:
+        """Opens the gates in the mask by little, `value()` is about a tenth there; all others stay as they are.
+
+        Raises:
+            NotImplementedError: the family has no such thing, and there is something to open.
+        """
+        if bool(where.any()):
+            raise NotImplementedError(f"{type(self).__name__} has no `open_`, and closed gates cannot be opened again")
 
     # ---- what every gate can do -------------------------------------------------------------------------------------
 
@@ -398,6 +408,15 @@ class HardConcreteGate(AbstractGate):
         closed = torch.as_tensor(self.beta * edge, device=where.device).clamp(max=edge) + _CLOSED
         self.log_alpha.copy_(torch.where(where, closed.to(self.log_alpha.dtype), self.log_alpha))
 
+    @torch.no_grad()
+    def open_(self, where: Tensor) -> None:
+        _check_mask(where, self.shape)
+        # Eq. 13 is v at log α = logit((v − γ)/(ζ − γ)), the median at β times that: the higher of the two.
+        share = (_AJAR - self.gamma) / (self.zeta - self.gamma)
+        ajar = math.log(share / (1 - share))
+        log_alpha = torch.maximum(torch.as_tensor(self.beta * ajar), torch.tensor(ajar)).to(self.log_alpha)
+        self.log_alpha.copy_(torch.where(where, log_alpha, self.log_alpha))
+
     def extra_repr(self) -> str:
         beta = "tensor" if self.log_beta is not None else f"{self._beta:.4g}"
         return f"{tuple(self.shape)}, beta={beta}, gamma={self.gamma:g}, zeta={self.zeta:g}, rule={self.rule}"
@@ -488,6 +507,11 @@ class RectifiedGate(AbstractGate):
         _check_mask(where, self.shape)
         closed = _CLOSED * promote(self.log_scale).exp()
         self.loc.copy_(torch.where(where, closed.to(self.loc.dtype), self.loc))
+
+    @torch.no_grad()
+    def open_(self, where: Tensor) -> None:
+        _check_mask(where, self.shape)
+        self.loc.copy_(torch.where(where, torch.tensor(_AJAR).to(self.loc), self.loc))
 
     def extra_repr(self) -> str:
         name = getattr(self.base, "__name__", repr(self.base))

@@ -22,10 +22,10 @@ from ellzero.runs import NORMS, l2_of_weights
 COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
 Part = tuple[costs.Cost, str | None]
 
-# "auto": λ grows by AUTO_KI over a whole run whose constraint is violated by 1 all the time, and follows a change of
-# the violation by AUTO_KP times it. Chosen by the study `control`: the second paper's step, 1e-4 for each of 94,000
-# steps, is 9.4 in this unit.
-AUTO_KI, AUTO_KP = 20.0, 3.0
+# "auto" is `ExponentiatedAscent` on log(cost/target). At a cost of e = 2.7 times the target, λ grows by at most so many
+# e-folds in a whole run; and not faster than gates can follow, which move by about their learning rate in a step: to
+# close takes some 4/lr steps, in which λ may grow by one e-fold. The target comes down geometrically, if it does.
+AUTO_FOLDS, AUTO_SPEED = 100.0, 0.25
 
 
 def parts(recipes: Sequence[Recipe], gates: Iterable[str]) -> list[Part]:
@@ -64,7 +64,8 @@ def dual_optimizer(recipe: Recipe, steps: int) -> objectives.AbstractDual:
     lr = 1e-4 if recipe.dual_lr is None else recipe.dual_lr
     match recipe.dual:
         case "auto":
-            return objectives.NuPI(kp=AUTO_KP, ki=AUTO_KI / steps)
+            gate_lr = recipe.lr if recipe.gate_lr is None else recipe.gate_lr
+            return objectives.ExponentiatedAscent(min(AUTO_FOLDS / steps, AUTO_SPEED * gate_lr))
         case "nupi":
             return objectives.NuPI(kp=recipe.kp, ki=lr, nu=recipe.nu)
         case "extrapolation":
@@ -126,15 +127,19 @@ class Lagrangian:
         self.penalty, self.member, self.target = (t.to(device, torch.float32) for t in (penalty, member, target))
         self.constrained = any(groups)
         self.warmup = recipes[0].target_warmup * steps
+        self.relative = recipes[0].dual == "auto"
         self.dual = dual_optimizer(recipes[0], steps)
         self.multiplier = torch.zeros(len(recipes), count, device=device)
         self.memory = {name: torch.zeros_like(self.multiplier) for name in self.dual.memory}
 
     def now(self, clock: Tensor) -> Tensor:
-        """The targets after so many steps: those of the recipes, or on the line down to them from 1."""
+        """The targets after so many steps: those of the recipes, or on the way down to them from 1, on a line or, with
+        "auto", by the same factor in every step.
+        """
         if not self.warmup:
             return self.target
-        return self.target + (1 - self.target) * (1 - clock / self.warmup).clamp(min=0)
+        left = (1 - clock / self.warmup).clamp(min=0)
+        return self.target ** (1 - left) if self.relative else self.target + (1 - self.target) * left
 
     def gaps(self, cost: Tensor, clock: Tensor) -> Tensor:
         """By how much every constraint is violated by these cost vectors: (runs, parts) to (runs, constraints)."""
@@ -144,8 +149,10 @@ class Lagrangian:
         """What is added to the loss of every run."""
         return (self.penalty * cost).sum(1) + (self.multiplier * gaps).sum(1)
 
-    def ascend(self, violation: Tensor, first: bool) -> None:
-        """Moves the multipliers."""
+    def ascend(self, violation: Tensor, clock: Tensor, first: bool) -> None:
+        """Moves the multipliers: by cost/dense − target, or, with "auto", by log(cost/(dense·target))."""
+        if self.relative:
+            violation = (violation / self.now(clock)).clamp(min=-1 + 1e-6).log1p()
         self.dual.step(self.multiplier, violation, self.memory, first=first)
 
     def state(self) -> dict[str, Any]:

@@ -196,6 +196,43 @@ class NuPI(AbstractDual):
 
 @final
 @dataclass(frozen=True)
+class ExponentiatedAscent(AbstractDual):
+    """Ascent in log λ, and no pressure where the constraint holds.
+
+    The level ℓ ← ℓ·exp(η·g) grows by a factor where the constraint is violated and falls by one where it holds, and λ
+    is ℓ where it is violated and 0 where it holds, as with dual restarts. The multiplier that a target takes may be
+    0.1 or 100, with the network, the cost and the target; an additive step must be tuned to it, this one finds it.
+    Meant for violations that are relative, of the order of one: g = log(cost/target).
+
+    Args:
+        rate: η, e-folds per unit of violation and step.
+        start: ℓ at the beginning.
+        highest: where ℓ ends; `start` is the lowest.
+
+    Raises:
+        ValueError: if an argument is not a positive number.
+    """
+
+    rate: float
+    start: float = 0.1
+    highest: float = 1e3
+
+    memory: ClassVar[tuple[str, ...]] = ("level",)
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "start", "highest"):
+            _number(f"`{name}` must be a positive number", getattr(self, name), lambda x: x > 0)
+
+    def step(self, multiplier: Tensor, violation: Tensor, memory: Mapping[str, Tensor], first: bool) -> None:
+        level = memory["level"]
+        if first:
+            level.fill_(self.start)
+        level.mul_(violation.mul(self.rate).exp()).clamp_(min=self.start, max=self.highest)
+        multiplier.copy_(level).masked_fill_(violation <= 0, 0.0)
+
+
+@final
+@dataclass(frozen=True)
 class ExtrapolationFromPast(AbstractDual):
     """Extrapolation from the past for the multipliers, λ ← max(0, λ + η·(2·g_t − g_{t−1})) (Gidel et al., 2019).
 

@@ -411,27 +411,32 @@ def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     return [*out, *(fields[key] for key in sorted(fields))]
 
 
-def clear(study: Study, out: Path) -> None:
-    """Removes a reproduction from its folder, and nothing else that lies there.
+def begin(study: Study, out: Path, settings: dict[str, Any]) -> None:
+    """Makes a folder that of a reproduction: removes an older one of the same study, and nothing else that lies there.
+
+    Args:
+        study: to be made.
+        out: the folder; made if it does not exist.
+        settings: what `asked` gives.
 
     Raises:
         StudyError: the folder holds another study's, or something else.
     """
     file = out / _STUDY
     if not file.exists():
-        return  # `state` refuses what is there instead
-    there: Any = None
-    with suppress(ValueError):  # damaged: then only what every reproduction has is known
-        there = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(there, dict) and there.get("study") != study.name:
-        raise StudyError(f"{str(out)!r} holds the study `{there.get('study')}`; give another folder by `--out`")
-    for folder in (_STACKS, _FIGURES):
-        shutil.rmtree(out / folder, ignore_errors=True)
-    for row in study.rows:
-        (out / f"{row.recipe.name}.json").unlink(missing_ok=True)
-    for record in study.compute() if study.compute is not None else ():
-        (out / f"{record['name']}.json").unlink(missing_ok=True)
-    file.unlink()  # last: what is left after a crash is still known for a reproduction
+        state(study, out, settings)  # refuses what else is there
+    else:
+        there: Any = None
+        with suppress(ValueError):  # damaged: it is being removed
+            there = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(there, dict) and there.get("study") != study.name:
+            raise StudyError(f"{str(out)!r} holds the study `{there.get('study')}`; give another folder by `--out`")
+        for folder in (_STACKS, _FIGURES):
+            shutil.rmtree(out / folder, ignore_errors=True)
+        for row in study.rows:
+            (out / f"{row.recipe.name}.json").unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    _write(file, {"format": FORMAT, "format_version": FORMAT_VERSION, "study": study.name, "settings": settings})
 
 
 def reproduce(
@@ -481,9 +486,7 @@ def reproduce(
     if out is not None:
         settings = asked(study, seeds=seeds, every=every, at_once=at_once, epochs=epochs, data=data, only=only)
         if state(study, out, settings) == "new":
-            out.mkdir(parents=True, exist_ok=True)
-            head = {"format": FORMAT, "format_version": FORMAT_VERSION, "study": study.name}
-            _write(out / _STUDY, {**head, "settings": settings})
+            begin(study, out, settings)
     if study.compute is not None:
         records = [{**record, **provenance("cpu")} for record in study.compute()]
         for record in records:

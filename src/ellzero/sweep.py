@@ -491,9 +491,8 @@ def run(
     begun, left = _found(out, wanted, at_once, say)
     groups = stacks(left, len(left) or 1)
     names = dict.fromkeys(recipe.data for stack in (*(f.recipes for f in begun), *groups) for recipe in stack)
-    data = {name: load(name) for name in names}
-    for group in groups:
-        _refuse_unfit(group, data[group[0].data])
+    data: dict[str, Dataset] = {name: load(name) for name in names}
+    _refuse_unfit(left, data)
     if new:
         out.mkdir(parents=True, exist_ok=True)
     where = next(iter(data.values())).train_x.device if data else torch.device("cpu")
@@ -571,22 +570,24 @@ def _divided(group: list[Recipe], fits: int, at_once: int | None) -> list[list[R
     return stacks(group, 1 if alone else (at_once or fits))
 
 
-def _refuse_unfit(group: Sequence[Recipe], dataset: Dataset) -> None:
+def _refuse_unfit(recipes: Sequence[Recipe], data: Mapping[str, Dataset]) -> None:
     """Finds out before anything is trained what training would find out at its beginning, or only at its end: patterns
     that match nothing, batches larger than the data, targets that closing units cannot reach.
     """
-    shapes: dict[str, Recipe] = {}
-    for recipe in group:
+    networks: dict[str, nn.Module] = {}  # one for all recipes that differ in numbers and seeds alone
+    bounds: set[str] = set()
+    for recipe in recipes:
+        fields = {k: v for k, v in recipe.to_dict().items() if k not in training.STACKABLE}
         patterns = [list(v) if isinstance(v, dict) else v is None for v in (recipe.at_most, recipe.penalty)]
-        shapes.setdefault(json.dumps([patterns, recipe.cost]), recipe)
-    networks = {}
-    for recipe in shapes.values():
-        networks[recipe.cost] = training.Trainer([recipe], dataset).network(0)
-    bounds = {json.dumps([r.cost, list(targets(r).items())]): r for r in group if r.finalize}
-    for recipe in bounds.values():
-        gated = copy.deepcopy(networks[recipe.cost])
-        for pattern, at_most in targets(recipe).items():
-            finalize(cast("Any", gated), at_most if pattern == "*" else {pattern: at_most}, COSTS[recipe.cost])
+        shape = json.dumps([fields, patterns, recipe.cost, recipe.init])
+        if shape not in networks:
+            networks[shape] = training.Trainer([recipe], data[recipe.data]).network(0)
+        bound = json.dumps([shape, list(targets(recipe).items())])
+        if recipe.finalize and bound not in bounds:
+            bounds.add(bound)
+            gated = cast("Any", copy.deepcopy(networks[shape]))
+            for pattern, at_most in targets(recipe).items():
+                finalize(gated, at_most if pattern == "*" else {pattern: at_most}, COSTS[recipe.cost])
 
 
 # ---------------------------------------------------------------- what came out
@@ -697,13 +698,15 @@ def draw(record: Record, out: Path) -> list[Path]:
     """
     axis: Cost = record["cost"]
     good = [p for p in record["points"] if p["runs"] and not p["diverged"] and not p["emptied"]]
+    good = [p for p in good if p["mean"]["kept"][axis] > 0]  # no place on an axis of logarithms
     if not good:
         return []
     points = [figures.Point(min(p["mean"]["kept"][axis], 1.0), p["mean"]["error_last"], p["label"]) for p in good]
     kinds = {(p["recipe"]["network"], p["recipe"]["data"]) for p in good}
     network, data = next(iter(kinds))
     published = figures.published(network, axis) if len(kinds) == 1 and data == "mnist" else []
-    title = record["recipe"]["name"]
+    means = f", means over {record['seeds']} seeds" if record["seeds"] > 1 else ""
+    title = record["recipe"]["name"] + means
     return figures.pareto(points, out / _FIGURE, cost=axis, title=title, published=published)
 
 

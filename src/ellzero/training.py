@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, final
 
 import numpy as np
@@ -30,12 +31,13 @@ from ellzero.compact import finalize
 from ellzero.data import Dataset, crop_and_flip, epoch_generator, scaled
 from ellzero.folders import Folder
 from ellzero.gated import Gated, attach
-from ellzero.lagrangian import COSTS, Lagrangian, parts, targets
+from ellzero.lagrangian import COSTS, Lagrangian, parts
 from ellzero.recipes import Recipe
 from ellzero.runs import Objective, Runs
 from ellzero.watch import AbstractWatcher
 
 STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
+_ECHO_SECONDS = 5.0
 _PAD = 4  # black pixels around an image that is cropped
 _WORTH_COMPILING = 20_000  # steps: compilation takes as long as some thousands of them
 
@@ -141,7 +143,7 @@ class _Interrupt:
     """Turns the first Ctrl-C into a wish, so that the step can be finished; the second is the usual one."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked, self.since = False, 0.0
 
     def __enter__(self) -> _Interrupt:
         self.before = None
@@ -149,9 +151,13 @@ class _Interrupt:
             self.before = signal.signal(signal.SIGINT, self._ask)
         return self
 
-    def _ask(self, *_: object) -> None:
-        self.asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        # A launcher passes on the Ctrl-C that the terminal has sent to its processes already: that is no second one.
+        echo = parallel.launched() and time.monotonic() - self.since < _ECHO_SECONDS
+        if self.asked and not echo:
+            signal.default_int_handler(number, frame)
+        if not self.asked:
+            self.asked, self.since = True, time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         if self.before is not None:
@@ -289,8 +295,10 @@ class Trainer:
         self.runs.compiled(not self.tuning and (long if r.compile is None else r.compile))
         self._forward: nn.Module = self.runs
         if self.ranks > 1:
-            # No buffers from the first process before each forward: they are the same again after each epoch.
-            self._forward = DistributedDataParallel(self.runs, broadcast_buffers=False)
+            with warnings.catch_warnings():  # torch 2.13 has another name for it, which 2.11 does not know
+                warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+                # Buffers need not come from the first process before each forward: they do after each epoch.
+                self._forward = DistributedDataParallel(self.runs, broadcast_buffers=False)
         self._captured: Any = None
         self._warm = 0
 
@@ -358,7 +366,7 @@ class Trainer:
         self.optimizer.step()
         if seen is not None:
             with torch.no_grad():
-                self.lagrangian.ascend(seen, first)
+                self.lagrangian.ascend(seen, self.clock, first)
 
     @contextmanager
     def _look_ahead(self) -> Iterator[None]:
@@ -568,8 +576,8 @@ class Trainer:
         self.tune()
         for run, recipe in enumerate(self.recipes):
             gated: Any = self.runs.network(run)
-            for pattern, at_most in targets(recipe).items():
-                finalize(gated, at_most if pattern == "*" else {pattern: at_most}, COSTS[recipe.cost])
+            if recipe.at_most is not None:
+                finalize(gated, recipe.at_most, COSTS[recipe.cost], fill=True)
             for name, gate in gated.gates.named_parameters():
                 own = self.runs.values()[f"network.gates.{name}"]
                 with torch.no_grad():

@@ -5,8 +5,10 @@ The loop is in `training`, and what it leaves on the disk in `folders`; here are
 
 from __future__ import annotations
 
+import os
 import shlex
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,36 +107,51 @@ def train(
     watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
     if tensorboard or (home / _BOARD).is_dir():
         watchers.append(_board(home / _BOARD))
-    with parallel.group(kind) as where:
+    with _lost_in_words(home), parallel.group(kind) as where:
         dataset = load_data(chosen.data, data_dir, where)  # first: a run that cannot begin leaves no folder behind
         if resume is None:
             about = {"data_dir": None if data_dir is None else str(Path(data_dir).resolve()), "every": every or 1}
             _make(home, chosen, {**provenance(where), **about})
         folder = open_run(str(home))
+        parallel.gathered(None)  # all have opened it, before one may find that the run cannot begin
         try:
             with foreseen(bad_usage=(ValueError,)):
                 trainer = run_training(
                     folder.recipes, dataset, folder, every=every or 1, watchers=watchers, save_seconds=save_seconds
                 )
         except Stopped as stopped:
-            again = shlex.join(["ellzero", "train", "--resume", str(home)])
-            raise CommandError(f"{stopped}: saved; resume with: {again}", INTERRUPTED) from stopped
+            raise CommandError(f"{stopped}: saved; resume with: {_again(home)}", INTERRUPTED) from stopped
+        except KeyboardInterrupt as error:  # the second one, which does not wait for the step
+            if not (saved := steps(folder.checkpoints)):
+                raise
+            message = f"interrupted; the newest checkpoint is of step {saved[-1]}; resume with: {_again(home)}"
+            raise CommandError(message, INTERRUPTED) from error
         except (DivergedError, torch.OutOfMemoryError) as error:
             raise CommandError(str(error), FAILED) from error
-        except RuntimeError as error:
-            if parallel.ranks() == 1:
-                raise
-            # gloo and nccl have no error of their own for a process that is gone.
-            raise CommandError(
-                f"the processes lost each other: {str(error).splitlines()[0]}; the run resumes from its newest "
-                f"checkpoint with as many processes and `--resume {home}`",
-                FAILED,
-            ) from error
         finally:
             if resume is None and parallel.rank() == 0:
                 _discard_unbegun(folder)
         if parallel.rank() == 0:
             _finish(folder, trainer.network(0), dataset, json)
+
+
+@contextmanager
+def _lost_in_words(home: Path) -> Iterator[None]:
+    try:
+        yield
+    except parallel.ProcessError as error:
+        hint = f"; it goes on from its newest checkpoint with: {_again(home)}" if (home / "run.json").exists() else ""
+        raise CommandError(f"{error}{hint}", FAILED) from error
+
+
+def _again(home: Path) -> str:
+    """The command that goes on with a run, with as many processes."""
+    start = ["ellzero"]
+    if parallel.launched():
+        start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), "-m", "ellzero"]
+        if (nodes := os.environ.get("GROUP_WORLD_SIZE", "1")) != "1":
+            start[1:1] = ["--nnodes", nodes]
+    return shlex.join([*start, "train", "--resume", str(home)])
 
 
 def _make(home: Path, recipe: Recipe, about: dict[str, Any]) -> None:
@@ -175,8 +192,9 @@ def _refuse_old(home: Path) -> None:
     if home.exists() and not home.is_dir():
         raise CommandError(f"`--out` must be a folder, got the file {str(home)!r}")
     if (home / "run.json").exists():
-        again = shlex.join(["ellzero", "train", "--resume", str(home)])
-        raise CommandError(f"{str(home)!r} holds a run already: {again} continues it, another `--out` begins a new one")
+        raise CommandError(
+            f"{str(home)!r} holds a run already: {_again(home)} continues it, another `--out` begins a new one"
+        )
 
 
 def _board(home: Path) -> TensorBoard:

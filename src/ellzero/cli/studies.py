@@ -107,10 +107,27 @@ def reproduce(
         if not drawable:
             _tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
         again = _command(study, home, trained, every, at_once, device)
-        _prepare(study, home, seeds or study.seeds, epochs, data, only or "*", every, at_once, resume, fresh)
+        with foreseen(bad_usage=(StudyError, ValueError)):
+            settings = making.asked(
+                study,
+                seeds=seeds or study.seeds,
+                every=every,
+                at_once=at_once,
+                epochs=epochs,
+                data=data,
+                only=only or "*",
+            )
+            if not fresh and making.state(study, home, settings) == "there" and not resume:
+                raise CommandError(
+                    f"{str(home)!r} holds this reproduction already: `--resume` goes on with it (what is finished is "
+                    f"not trained again), `--fresh` removes it and begins again"
+                )
         dataset = None
         if study.compute is None:
             dataset = load_data(data or study.rows[0].recipe.data, data_dir, find_device(device))
+        if fresh:  # now that nothing stands in the way
+            with foreseen(bad_usage=(StudyError,)):
+                making.begin(study, home, settings)
         watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
         try:
             with foreseen(bad_usage=(StudyError, ValueError)):
@@ -157,31 +174,6 @@ def _list(known: dict[str, Study], json: bool) -> None:
         table.add_row(study.name, Text(study.title), runs)
     show(table)
     say("For example: ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3")
-
-
-def _prepare(
-    study: Study,
-    home: Path,
-    seeds: int,
-    epochs: int | None,
-    data: str | None,
-    only: str,
-    every: int,
-    at_once: int,
-    resume: bool,
-    fresh: bool,
-) -> None:
-    """Refuses a folder that holds something else, or a reproduction that nobody said what to do with."""
-    with foreseen(bad_usage=(StudyError, ValueError)):
-        settings = making.asked(study, seeds=seeds, every=every, at_once=at_once, epochs=epochs, data=data, only=only)
-        if fresh:
-            making.clear(study, home)
-        state = making.state(study, home, settings)
-    if state == "there" and not resume:
-        raise CommandError(
-            f"{str(home)!r} holds this reproduction already: `--resume` goes on with it (what is finished is not "
-            f"trained again), `--fresh` removes it and begins again"
-        )
 
 
 def _command(
