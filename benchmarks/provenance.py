@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ellzero.reproduce import provenance
+from ellzero.folders import provenance
 
 
-def write(path: Path, name: str, numbers: dict[str, Any], options: dict[str, Any]) -> None:
+def write(path: Path, name: str, numbers: dict[str, Any], options: dict[str, Any], device: str = "cpu") -> None:
     """Writes the numbers with options, commit, versions, machine and seed."""
-    here = provenance(torch.device("cpu")) | {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "seed": 0}
+    here = provenance(torch.device(device)) | {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "seed": 0}
     settings = {k: v for k, v in options.items() if k != "json"}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"benchmark": name, "options": settings, **here, **numbers}, indent=2) + "\n")

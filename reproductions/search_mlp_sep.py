@@ -14,7 +14,7 @@ import torch
 
 from ellzero.data import load
 from ellzero.recipes import get
-from ellzero.training import Trainer
+from ellzero.training import train
 
 
 def main() -> None:
@@ -30,8 +30,7 @@ def main() -> None:
     base = get("louizos-mlp-sep").override(epochs=o.epochs, data=o.data)
     grid = [(a, b, c) for a in o.first for b in o.second for c in o.third]
     recipes = [base.override(name=f"sep-{a}-{b}-{c}", penalty={"fc1": a, "fc2": b, "fc3": c}) for a, b, c in grid]
-    trainer = Trainer(recipes, load(o.data, o.data_dir, o.device))
-    trainer.train(every=10)
+    trainer = train(recipes, load(o.data, o.data_dir, o.device), every=10)
     for lambdas, result in zip(grid, trainer.results(), strict=True):
         print(
             lambdas,

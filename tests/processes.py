@@ -196,7 +196,7 @@ def together(rank: int, ranks: int, meet: str) -> Iterator[None]:
         try:
             yield
         finally:
-            dist.destroy_process_group()
+            parallel.leave()
 
 
 def train(

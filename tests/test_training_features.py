@@ -42,13 +42,13 @@ def by_name(trainer: Trainer, run: int | None = None) -> dict[str, Tensor]:
     return {n.removeprefix("network."): (v if run is None else v[run]).detach().clone() for n, v in values.items()}
 
 
-def epoch_of(r: Recipe, dataset: Dataset, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Images, classes and noise (draws, gates) of every step."""
-    trainer = Trainer([r], dataset)
-    trainer.epoch = epoch
-    order, noise = trainer._epoch()
-    for index, draws in zip(order[:, 0], noise[:, 0], strict=True):
-        yield scaled(dataset.train_x[index], dataset.mean, dataset.std), dataset.train_y[index], draws
+def epoch_of(trainer: Trainer) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Images, classes and noise (draws, gates) of every step of the epoch that comes."""
+    dataset, (order, noise) = trainer.data, trainer._epoch()
+    return [
+        (scaled(dataset.train_x[index], dataset.mean, dataset.std), dataset.train_y[index], draws)
+        for index, draws in zip(order[:, 0], noise[:, 0], strict=True)
+    ]
 
 
 def optimizer_of(r: Recipe, gated: l0.Gated) -> torch.optim.Optimizer:
@@ -71,8 +71,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 # ---- learning rates -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decay_gates", [True, False])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "decay_gates"), [("adam", True), ("adam", False), ("sgd", False), ("nesterov", True)]
+)
 def test_learning_rates_fall_at_milestones_and_to_zero_in_tuning(optimizer: str, decay_gates: bool) -> None:
     r = recipe(
         placement="per_layer", penalty=5.0, epochs=3, milestones=(1, 2, 9), decay=0.2, decay_gates=decay_gates,
@@ -95,9 +96,9 @@ def test_learning_rates_fall_at_milestones_and_to_zero_in_tuning(optimizer: str,
         hand.param_groups[0]["lr"] = r.lr * of_weights[epoch]
         if epoch < 3:
             hand.param_groups[1]["lr"] = (r.gate_lr or 0) * of_gates[epoch]
-        before = by_name(trainer)
+        before, coming = by_name(trainer), epoch_of(trainer)
         list(trainer.train_epoch())
-        for x, y, draws in epoch_of(r, few(), epoch):
+        for x, y, draws in coming:
             loss = F.cross_entropy(gated(x, gate_noise=draws[0]) if epoch < 3 else gated(x), y)
             hand.zero_grad()
             (loss + penalty(gated) if epoch < 3 else loss).backward()
@@ -149,15 +150,10 @@ L2: dict[str, dict[str, Any]] = {
 def test_l2_is_eq_17_for_weights_that_gates_count_and_weight_decay_for_others(case: str) -> None:
     """With plain SGD at rate 1 a step is the gradient."""
     r = recipe(optimizer="sgd", momentum=0.0, lr=1.0, gate_lr=1.0, **L2[case])
-    if r.placement == "shrinkable":
-        gated, _ = build(r, few(), CPU)
-        assert gated is not None
-        assert {n for n, _ in gated.named_gates()} == {"fc1", "fc2"}
     trainer = Trainer([r], few())
     hand: Any = copy.deepcopy(trainer.runs.template.network)
-    before = by_name(trainer)
+    before, (x, y, draws) = by_name(trainer), epoch_of(trainer)[0]
     next(trainer.train_epoch())
-    x, y, draws = next(epoch_of(r, few(), 0))
     (F.cross_entropy(hand(x, gate_noise=draws[0]), y) + l0.Penalty(l0.l0_norm, 0.1 / 100)(hand)).backward()
     l2 = l2_by_hand(r, hand)
     after = by_name(trainer)
@@ -172,8 +168,9 @@ def test_l2_of_a_dense_network_is_weight_decay() -> None:
     trainer = Trainer([r], few())
     net = copy.deepcopy(trainer.runs.template.network)
     hand = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.3)
+    coming = epoch_of(trainer)
     list(trainer.train_epoch())
-    for x, y, _ in epoch_of(r, few(), 0):
+    for x, y, _ in coming:
         hand.zero_grad()
         F.cross_entropy(net(x), y).backward()
         hand.step()
@@ -190,9 +187,8 @@ def test_l2_goes_on_in_tuning_with_gates_that_are_open() -> None:
     trainer.epoch = 1
     trainer.turn()
     hand: Any = copy.deepcopy(trainer.runs.template.network).eval()
-    before = by_name(trainer)
+    before, (x, y, _) = by_name(trainer), epoch_of(trainer)[0]
     next(trainer.train_epoch())
-    x, y, _ = next(epoch_of(r, few(), 1))
     F.cross_entropy(hand(x), y).backward()
     for name, p in hand.model.named_parameters():
         factor = 0.3 * 1.5 if name.endswith("weight") else 0.3
@@ -287,11 +283,12 @@ def buffers(trainer: Trainer) -> dict[str, Tensor]:
 
 def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_time() -> None:
     dataset = stand_in("cifar10", images=12)
-    r = wide(placement="shrinkable", penalty=1.0, gate_lr=1.0, ema=0.5, recalibrate=True)
+    r = wide(placement="shrinkable", penalty=1e-4, gate_lr=0.1, ema=0.5, recalibrate=True)
     plain, trainer = (train([x], dataset) for x in (r.override(recalibrate=False), r))
     same(trainer, by_name(plain))
     batches = [trainer.images(dataset.train_x[index]) for index in trainer._epoch()[0][:, 0]]
     gated: Any = plain.network(0)  # the averaged parameters count
+    assert all((gate.value() > 0.1).all() and (gate.value() < 0.9).all() for _, gate in gated.named_gates())
     expected = statistics_by_hand(copy.deepcopy(gated), batches)
     ours = buffers(trainer)
     assert expected.keys() == ours.keys()
@@ -389,8 +386,8 @@ def test_extra_gradient_is_that_of_the_library(optimizer: str, samples: int) -> 
     hand = optimizer_of(r, gated)
     constraint = l0.Constraint(l0.l0_norm, {"fc1": 0.2, "fc[23]": 0.9}, dual=l0.NuPI(kp=1.0, ki=0.5))
     trainer = Trainer([r], data())
-    steps = trainer.train_epoch()
-    for x, y, draws in epoch_of(r, data(), 0):
+    coming, steps = epoch_of(trainer), trainer.train_epoch()
+    for x, y, draws in coming:
         assert len(draws) == 2 * samples
         left = iter(draws)
 

@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -72,8 +73,16 @@ def group(device: torch.device, timeout: float = 600.0) -> Iterator[torch.device
         try:
             yield device
         finally:
-            with suppress(RuntimeError):  # of a process that is gone: what is said about it comes from the body
-                dist.destroy_process_group()
+            leave()
+
+
+def leave() -> None:
+    """Ends the process group."""
+    # Its threads may be about to free tensors, for which they need the interpreter's lock: this hands it over. Who ends
+    # the group while they wait for it waits for them for ever.
+    time.sleep(0.05)
+    with suppress(RuntimeError):  # of a process that is gone: what is said about it comes from elsewhere
+        dist.destroy_process_group()
 
 
 @contextmanager

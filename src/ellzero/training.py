@@ -93,6 +93,7 @@ def train(
         trainer.resume(folder)
     writes, watchers = parallel.rank() == 0, list(watchers) if parallel.rank() == 0 else []
     with ExitStack() as after:
+        after.callback(trainer.part)
         interrupt = after.enter_context(_Interrupt())
         for watcher in watchers:
             after.callback(watcher.end)
@@ -301,6 +302,14 @@ class Trainer:
                 self._forward = DistributedDataParallel(self.runs, broadcast_buffers=False)
         self._captured: Any = None
         self._warm = 0
+
+    def part(self) -> None:
+        """Lets go of the other processes, if there are any: it can be looked at, and can take no further step.
+
+        Torch may hang where what ties it to them outlives the process group, as in the traceback of an error.
+        """
+        if self.ranks > 1:
+            del self._forward
 
     # ---- where it stands ---------------------------------------------------------------------------------------------
 

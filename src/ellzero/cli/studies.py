@@ -35,7 +35,7 @@ def reproduce(
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the study's, mostly 5)")] = None,
     epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the paper's)")] = None,
     device: Device = "auto",
-    data: Annotated[Literal["mnist", "mnist5k"] | None, arg(help_behavior_hint="(default: the paper's, mnist)")] = None,
+    data: Literal["mnist", "mnist5k"] = "mnist",
     data_dir: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
     only: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None,
     every: Annotated[int, arg(metavar="N")] = 1,
@@ -66,7 +66,7 @@ def reproduce(
         seeds: runs of each row, with the seeds 0, 1, 2, ….
         epochs: in place of the recipes' own.
         device: where to train; auto is a GPU if there is one.
-        data: in place of the recipes' own; mnist5k, a part of MNIST, comes with the library.
+        data: mnist as in the papers; mnist5k, a part of it, comes with the library.
         data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
         only: the rows whose recipe's name matches, such as 'louizos-mlp*'.
         every: evaluate after every N epochs, and after the last.
@@ -89,7 +89,13 @@ def reproduce(
             raise CommandError(f"`--{option}` must be at least 1, got {number}")
     if resume + fresh + draw_only > 1:
         raise CommandError("`--resume`, `--fresh` and `--draw-only` exclude each other: give one of them")
-    trained = {"seeds": seeds, "epochs": epochs, "data": data, "data-dir": data_dir, "only": only}
+    trained = {
+        "seeds": seeds,
+        "epochs": epochs,
+        "data": data if data != "mnist" else None,
+        "data-dir": data_dir,
+        "only": only,
+    }
     if study.compute is not None:
         for option, value in trained.items():
             if value is not None:
@@ -124,7 +130,7 @@ def reproduce(
                 )
         dataset = None
         if study.compute is None:
-            dataset = load_data(data or study.rows[0].recipe.data, data_dir, find_device(device))
+            dataset = load_data(data, data_dir, find_device(device))
         if fresh:  # now that nothing stands in the way
             with foreseen(bad_usage=(StudyError,)):
                 making.begin(study, home, settings)
@@ -189,9 +195,10 @@ def _command(
 def _show(study: Study, records: list[Record]) -> None:
     if study.table is None:
         return
-    runs = {len(r["seeds"]) for r in records}
+    runs = sorted({len(r["seeds"]) for r in records})
     devices = ", ".join(dict.fromkeys(str(r["device"]) for r in records))
-    table = study.table(records, f"{study.title}; {devices}, {' or '.join(map(str, sorted(runs)))} seeds")
+    seeds = f"{' or '.join(map(str, runs))} seed{'s' * (runs != [1])}"
+    table = study.table(records, f"{study.title}; {devices}, {seeds}")
     if sys.stdout.isatty():
         show(table)
     else:
