@@ -89,6 +89,12 @@ class Objective(nn.Module):
         sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
         return torch.stack([part.sum() for part in gated.opens().split(sizes)])
 
+    def probabilities(self) -> Tensor:
+        """P(z ≠ 0) of all gates, one set after the other."""
+        gated: Any = self.network
+        out: Tensor = gated.prob_open()
+        return out
+
     def watched(self) -> Tensor:
         """`l0_norm`, `params` and `macs` as fractions of dense: expected, then as kept now."""
         gated: Any = self.network

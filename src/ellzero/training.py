@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 import warnings
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -568,11 +569,21 @@ class Trainer:
                 record |= {k: dict(zip(COSTS, seen[k][run], strict=True)) for k in ("expected", "kept")}
                 record["multiplier"] = self.lagrangian.multiplier[run].tolist()
                 record["open"] = dict(zip(self.gates, seen["open"][run], strict=True))
+                if self.runs.size == 1:  # to draw it; of a stack it would be long
+                    record["prob_open"] = self._packed_probabilities()
             records.append(record)
         self.history += records
         self.losses.zero_()
         self.seconds, self.summed = 0.0, 0
         return records
+
+    @torch.no_grad()
+    def _packed_probabilities(self) -> dict[str, str]:
+        """P(z ≠ 0) of every gate by the name of its set, in 255ths, as bytes in base64."""
+        gated: Any = self.runs.template.network
+        sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
+        flat = self.runs.evaluate("probabilities", values=self.values())[0].mul(255).round().to("cpu", torch.uint8)
+        return {name: b64encode(p.numpy()).decode() for name, p in zip(self.gates, flat.split(sizes), strict=True)}
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
