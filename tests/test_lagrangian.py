@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ellzero as l0
-from ellzero.lagrangian import AUTO_FOLDS, Lagrangian, dual_optimizer, parts, targets
+from ellzero.lagrangian import AUTO_FOLDS, AUTO_SPEED, Lagrangian, dual_optimizer, parts, targets
 from ellzero.recipes import Recipe, get
 from ellzero.runs import l2_of_weights
 
@@ -136,7 +136,7 @@ def test_the_automatic_controller_fits_the_length_of_the_run() -> None:
     assert get("demo").dual == "auto"
     ends = []
     for steps in (10, 1000):
-        l = lagrangian(recipe(at_most=0.2), steps=steps)  # noqa: E741
+        l = lagrangian(recipe(at_most=0.2, gate_lr=1000.0), steps=steps)  # noqa: E741
         assert l.dual == l0.ExponentiatedAscent(AUTO_FOLDS / steps)
         for step in range(steps):
             l.ascend(torch.tensor([[0.05 * 0.2]]), BEGIN, first=step == 0)
@@ -144,8 +144,15 @@ def test_the_automatic_controller_fits_the_length_of_the_run() -> None:
     assert ends == pytest.approx([0.1 * 1.05**AUTO_FOLDS] * 2, rel=1e-3)
 
 
+def test_the_automatic_controller_waits_for_slow_gates() -> None:
+    r = recipe(at_most=0.2, lr=2e-3, gate_lr=1e-2)
+    assert dual_optimizer(r, 1000) == l0.ExponentiatedAscent(AUTO_SPEED * 1e-2)
+    assert dual_optimizer(r.override(gate_lr=None), 1000) == l0.ExponentiatedAscent(AUTO_SPEED * 2e-3)
+    assert dual_optimizer(r, 10**6) == l0.ExponentiatedAscent(AUTO_FOLDS / 10**6)
+
+
 def test_the_automatic_controller_goes_by_the_target_of_the_moment() -> None:
-    r = recipe(at_most=0.2, target_warmup=0.5)
+    r = recipe(at_most=0.2, target_warmup=0.5, gate_lr=1000.0)
     l = lagrangian(r, steps=100)  # noqa: E741
     l.ascend(torch.tensor([[0.1]]), torch.tensor(25.0), first=True)
     assert l.multiplier.item() == pytest.approx(0.1 * (1 + 0.1 / 0.2**0.5) ** (AUTO_FOLDS / 100), rel=1e-5)

@@ -7,6 +7,7 @@ line. A run of two processes that loses one and goes on must end where an uninte
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -174,14 +175,15 @@ def test_both_have_the_same_to_the_bit_and_one_writes(whole: tuple[Folder, list[
 @pytest.mark.slow
 def test_batch_norm_and_dropout_in_two_processes(server: processes.Server, tmp_path: Path) -> None:
     """Statistics are gathered on another share in each: all of them evaluate with those of the first."""
-    folder = Folder.create(tmp_path / "run", [WIDE.override(epochs=1)])
+    wide = WIDE.override(epochs=1, recalibrate=False)
+    folder = Folder.create(tmp_path / "run", [wide])
     first, second = run(server, folder, save_seconds=1000.0)
     assert {k: bits(v) for k, v in first["buffers"].items()} == {k: bits(v) for k, v in second["buffers"].items()}
     assert {k: bits(v) for k, v in first["values"].items()} == {k: bits(v) for k, v in second["values"].items()}
     assert without_seconds(first["history"]) == without_seconds(second["history"])
     torch_states = [state["own"][0]["random"]["torch"] for state in (first, second)]
     assert not torch.equal(*torch_states)  # each drops units of its own
-    again = Folder.create(tmp_path / "again", [WIDE.override(epochs=1)])
+    again = Folder.create(tmp_path / "again", [wide])
     jobs = start(server, again, {"die": ("fsync", 3, True)})
     assert jobs[0].wait() == -signal.SIGKILL, jobs[0].said
     assert jobs[1].wait() == 1
@@ -365,13 +367,12 @@ def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
     os.kill(workers(process)[1], signal.SIGKILL)
     code, out, err = ended(process)
     assert code == 1
-    assert "ellzero: error: " in err
-    assert "process" in err
+    assert re.search(r"^ellzero: error: (another process of this run is gone|this process was told to end)", err, re.M)
     assert "goes on from its newest checkpoint with: torchrun --nproc-per-node 2 -m ellzero train --resume run" in err
-    assert 'Traceback (most recent call last):\n  File "<frozen runpy>", line 198, in _run_module_as_main\n' not in out
+    assert "[rank0]" not in err  # as tracebacks begin
     assert Folder.open(tmp_path / "run").results() is None
 
     code, out, err = ended(torchrun("--resume", "run", "--save-seconds", "0", where=tmp_path))
     assert code == 0, err
-    assert_same_end(Folder.open(tmp_path / "run"), whole)
+    assert_same_end(Folder.open(tmp_path / "run"), whole, unseeded=True)
     assert (tmp_path / "run" / "compact.safetensors").exists()

@@ -447,12 +447,26 @@ def test_runs_with_other_costs_share_a_stack() -> None:
         assert not stack.lagrangian.multiplier[run, own:].any()
 
 
+def test_targets_that_the_gates_cannot_reach_are_refused_before_the_training() -> None:
+    """Blocks of a WRN can vanish; the first convolution, two shortcuts and the head cannot."""
+    shrunk = 27 * 16 * 32**2 + 16 * 32 * 16**2 + 32 * 64 * 8**2 + 640
+    whole = shrunk + 9 * (2 * 16**2 * 32**2 + (16 + 32) * 32 * 16**2 + (32 + 64) * 64 * 8**2)
+    dataset, r = stand_in("cifar10", images=4), wide(placement="shrinkable", cost="macs", at_most=0.5, penalty=None)
+    Trainer([r.override(at_most=shrunk / whole + 1e-4)], dataset)
+    message = rf"^`at_most` must be at least {shrunk / whole:.3g}\d*, the least fraction of `macs` \((expected|kept)\)"
+    for finalize in (False, True):
+        with pytest.raises(ValueError, match=message):
+            Trainer([r.override(at_most=shrunk / whole - 1e-4, finalize=finalize)], dataset)
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_the_automatic_controller_does_as_much_in_a_run_of_any_length(epochs: int) -> None:
     """With gates that stand still at 1.05 times the target; epochs of tuning are no part of the length."""
-    r = recipe(at_most=0.2, gate_lr=1e-12, epochs=epochs, finetune_epochs=1)
+    r = recipe(at_most=0.2, gate_lr=1000.0, epochs=epochs, finetune_epochs=1)
     cost = float(Trainer([r], few()).runs.evaluate("watched")[0, 0, 0])
     trainer = Trainer([r.override(at_most=cost / 1.05)], few())
+    for gate in trainer.runs.template.network.gates.parameters():  # type: ignore[union-attr]
+        gate.requires_grad_(False)
     for _ in range(epochs):
         list(trainer.train_epoch())
     assert trainer.lagrangian.multiplier.item() == pytest.approx(0.1 * 1.05**AUTO_FOLDS, rel=1e-2)
@@ -524,10 +538,13 @@ def test_a_record_says_how_a_run_stands() -> None:
         assert (result["gates"], result["runs_in_stack"]) == ("averaged", 2)
 
 
-def test_seconds_add_up_over_records() -> None:
-    trainer = train([recipe(epochs=3)], few())
+def test_losses_and_seconds_are_of_the_steps_since_the_last_record() -> None:
+    trainer = Trainer([recipe(epochs=3)], few())
+    for epoch in range(3):
+        losses = torch.cat(list(trainer.train_epoch()))
+        assert trainer.note()[0]["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert len(trainer.history) == epoch + 1
     (result,) = trainer.results()
-    assert len(trainer.history) == 3
     assert result["seconds"] == sum(h["seconds"] for h in trainer.history) > 0
     assert result["gates"] == "raw"
 

@@ -24,8 +24,8 @@ Part = tuple[costs.Cost, str | None]
 
 # "auto" is `ExponentiatedAscent` on log(cost/target). At a cost of e = 2.7 times the target, λ grows by at most so many
 # e-folds in a whole run; and not faster than gates can follow, which move by about their learning rate in a step: to
-# close takes some 4/lr steps, in which λ may grow by one e-fold. The target comes down geometrically, if it does.
-AUTO_FOLDS, AUTO_SPEED = 100.0, 0.25
+# close takes some 4/lr steps, in which λ may grow by two e-folds. The target comes down geometrically, if it does.
+AUTO_FOLDS, AUTO_SPEED = 100.0, 0.5
 
 
 def parts(recipes: Sequence[Recipe], gates: Iterable[str]) -> list[Part]:

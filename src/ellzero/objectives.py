@@ -214,7 +214,7 @@ class ExponentiatedAscent(AbstractDual):
     """
 
     rate: float
-    start: float = 0.1
+    start: float = 0.5
     highest: float = 1e3
 
     memory: ClassVar[tuple[str, ...]] = ("level",)

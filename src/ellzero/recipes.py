@@ -644,7 +644,8 @@ def _budgets() -> Iterable[Recipe]:
     lenet = mlp.override(name="budget-lenet5", network="lenet5", cost="macs")
     yield lenet
     # A network of a fifth of the MACs, on the images that come with the library, in a minute or two.
-    yield lenet.override(name="demo", data="mnist5k", at_most=0.2, epochs=30, finetune_epochs=6, batch=100)
+    short = {"epochs": 25, "finetune_epochs": 5, "batch": 100, "gate_lr": 3e-2}
+    yield lenet.override(name="demo", data="mnist5k", at_most=0.2, **short)
 
 
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*_budgets(), *_papers(), *_wide())}

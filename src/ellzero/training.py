@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from ellzero.data import Dataset, crop_and_flip, epoch_generator, scaled
 from ellzero.folders import Folder
 from ellzero.gated import Gated, attach
 from ellzero.lagrangian import COSTS, Lagrangian, parts
+from ellzero.objectives import Constraint
 from ellzero.recipes import Recipe
 from ellzero.runs import Objective, Runs
 from ellzero.watch import AbstractWatcher
@@ -40,7 +41,7 @@ from ellzero.watch import AbstractWatcher
 STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
 _ECHO_SECONDS = 5.0
 _PAD = 4  # black pixels around an image that is cropped
-_WORTH_COMPILING = 20_000  # steps: compilation takes as long as some thousands of them
+_WORTH_COMPILING = 50_000  # steps: compilation takes as long as some ten thousand of them
 
 
 @final
@@ -210,7 +211,8 @@ class Trainer:
         dataset: on the device that the runs train on.
 
     Raises:
-        ValueError: the recipes differ in more than that, or do not fit the data or the number of processes.
+        ValueError: the recipes differ in more than that, or do not fit the data or the number of processes; or a target
+            is below what the gates can reach.
     """
 
     def __init__(self, recipes: Sequence[Recipe], dataset: Dataset) -> None:
@@ -235,6 +237,10 @@ class Trainer:
             steps=recipe.epochs * self.steps_per_epoch,
             device=self.device,
         )
+        for r in self.recipes:
+            if r.at_most is not None:  # a target that the gates cannot reach is refused here, not after the training
+                on = "kept" if r.finalize else r.on
+                Constraint(COSTS[r.cost], r.at_most, on=on).bind(cast(Gated, self.runs.template.network))
         self._optimizer()
         self.average = {n: torch.zeros_like(v) for n, v in self.runs.values().items()} if recipe.ema else {}
         self.clock = torch.zeros((), device=self.device)  # steps done, for the target and the average's correction

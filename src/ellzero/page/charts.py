@@ -1,0 +1,296 @@
+"""The look of every page: charts with captions, colours for light and dark, and one file with all that it needs.
+
+A `Chart` is data in Plotly's words, a caption and a text alternative; `render` fills a template in `templates/` with
+charts and values, and gives HTML that asks the network for nothing: Plotly's script is in it. Whatever comes from a
+recipe, a file or a history is escaped. Plotly and jinja2 are an extra (`ellzero[page]`) and are imported when a page is
+made. What the charts show, this file does not know.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import platform
+import re
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ellzero.saving import installed_version
+
+# Names that may stand for a colour in traces and layouts: "@blue". Okabe & Ito's, told apart by colour-blind readers
+# too; in the dark the same hues, lighter.
+LIGHT: dict[str, Any] = {
+    "paper": "#ffffff", "ink": "#1b1f24", "muted": "#5b6570", "grid": "#e4e7eb", "grey": "#8c8c8c", "soft": "#d5dae0",
+    "blue": "#0072b2", "vermilion": "#d55e00", "green": "#009e73", "orange": "#c98500", "purple": "#b6588b",
+    "sky": "#56b4e9", "faint": "rgba(0,114,178,0.16)",
+    "heat": [[0, "#f1f3f5"], [0.3, "#a9cfe6"], [0.7, "#2a8cc4"], [1, "#00426b"]],
+    "diverging": [[0, "#b34700"], [0.25, "#eba77a"], [0.5, "#f7f7f7"], [0.75, "#79b5d8"], [1, "#005b8f"]],
+}  # fmt: skip
+DARK: dict[str, Any] = {
+    "paper": "#15191f", "ink": "#e6e9ed", "muted": "#9ba5b0", "grid": "#2b323b", "grey": "#8b949e", "soft": "#3b444f",
+    "blue": "#56b4e9", "vermilion": "#f58a4b", "green": "#2fc79d", "orange": "#f0b93a", "purple": "#e29bc1",
+    "sky": "#a6d8f5", "faint": "rgba(86,180,233,0.2)",
+    "heat": [[0, "#20262e"], [0.3, "#1f5578"], [0.7, "#4aa6dc"], [1, "#d7effc"]],
+    "diverging": [[0, "#ffa974"], [0.25, "#a35a2c"], [0.5, "#20262e"], [0.75, "#2f77a4"], [1, "#8fd0f7"]],
+}  # fmt: skip
+SERIES = ("@blue", "@vermilion", "@green", "@orange", "@purple", "@sky")  # one after the other, in this order
+EXPECTED, KEPT = "dash", "solid"  # the line of an expected and of a kept number, on every page
+
+
+@final
+class PageMissingError(ImportError):
+    """Plotly or jinja2 is not installed; the message says how to get them."""
+
+    def __init__(self, missing: str = "plotly") -> None:
+        super().__init__(f"`{missing}` must be installed to make pages: pip install 'ellzero[page]'")
+
+
+def can_make() -> bool:
+    """Whether Plotly and jinja2 are installed."""
+    return _missing() is None
+
+
+def _missing() -> str | None:
+    return next((name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None), None)
+
+
+# ---------------------------------------------------------------- one chart
+
+
+@final
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its caption.
+
+    Args:
+        name: what it is called in the page; lower-case letters, digits and "-", and only once.
+        title: above it.
+        caption: below it: what one sees, in which unit, and whether numbers are expected or kept.
+        alternative: the same in a sentence or two with the numbers that matter, for those who do not see it.
+        traces: as Plotly has them, plain data; a colour may be "@blue" and so on, which depends on the theme, and a
+            colour scale "@heat" or "@diverging".
+        layout: as Plotly has it; what it does not say comes from the theme.
+        height: in pixels.
+        wide: whether it takes the whole width of a wide window.
+
+    Raises:
+        ValueError: the name is no name, or the title, the caption or the alternative is empty.
+
+    Example:
+        >>> chart = Chart(
+        ...     "loss", "Loss", "Loss over epochs, in nats.", "Falls to 0.1.", [{"x": [1, 2], "y": [0.3, 0.1]}]
+        ... )
+        >>> print(chart.json())
+        {"data": [{"x": [1, 2], "y": [0.3, 0.1]}], "layout": {}}
+    """
+
+    name: str
+    title: str
+    caption: str
+    alternative: str
+    traces: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    height: int = 320
+    wide: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", self.name):
+            raise ValueError(f"`name` must be lower-case letters, digits and '-', got {self.name!r}")
+        for what in ("title", "caption", "alternative"):
+            if not getattr(self, what).strip():
+                raise ValueError(f"`{what}` of the chart {self.name!r} must say something, got nothing")
+
+    def json(self) -> str:
+        """Traces and layout for the page's script, safe inside of `<script>`."""
+        return script_json({"data": list(self.traces), "layout": dict(self.layout)})
+
+
+def script_json(content: Any) -> str:
+    r"""Plain data as JSON that can stand inside of `<script>`: nothing in it ends the element or begins a comment.
+
+    Args:
+        content: plain data, and numpy arrays of numbers; NaN and infinity become null.
+
+    Example:
+        >>> script_json({"name": "</script><!--", "value": math.nan})
+        '{"name": "\\u003c/script\\u003e\\u003c!--", "value": null}'
+    """
+    text = json.dumps(_plain(content), allow_nan=False)  # ASCII, so U+2028 and its like are escaped too
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case np.ndarray():
+            return _plain(value.tolist())
+        case np.generic():
+            return _plain(value.item())
+    return value
+
+
+def packed(values: npt.NDArray[np.uint8]) -> dict[str, str]:
+    """Bytes for a trace, as Plotly's script reads them: a tenth of the length of a list of numbers.
+
+    Example:
+        >>> packed(np.zeros((2, 3), np.uint8))
+        {'dtype': 'u1', 'bdata': 'AAAAAAAA', 'shape': '2, 3'}
+    """
+    shape = ", ".join(map(str, values.shape))
+    return {"dtype": "u1", "bdata": b64encode(np.ascontiguousarray(values).tobytes()).decode(), "shape": shape}
+
+
+# ---------------------------------------------------------------- a page
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a template that extends `base.html.j2`.
+
+    Args:
+        template: a file of `templates/`.
+        values: what the template asks for; charts are put into it by `{{ figure(chart) }}`.
+
+    Returns:
+        HTML, complete in itself.
+
+    Raises:
+        PageMissingError: Plotly or jinja2 is not installed.
+    """
+    if (missing := _missing()) is not None:
+        raise PageMissingError(missing)
+    shared = {
+        "themes": script_json({"light": LIGHT, "dark": DARK}),
+        "plotly": _plotly(),
+        "versions": {"ellzero": installed_version(), "torch": torch.__version__, "Python": platform.python_version()},
+    }
+    return str(_environment().get_template(template).render(shared | values))
+
+
+def render_part(template: str, **values: Any) -> str:
+    """What changes in a page while a run goes on: its block `content` alone.
+
+    Args:
+        template: as for `render`.
+        values: likewise.
+    """
+    if (missing := _missing()) is not None:
+        raise PageMissingError(missing)
+    found = _environment().get_template(template)
+    return "".join(found.blocks["content"](found.new_context(values)))
+
+
+@cache
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs  # type: ignore[import-untyped,unused-ignore]
+
+    script = str(get_plotlyjs())
+    if "</script" in script.lower():  # it would end where it is put
+        raise RuntimeError("Plotly's script has `</script` in it and cannot be put into a page: use another version")
+    return script
+
+
+@cache
+def _environment() -> Any:
+    import jinja2
+
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("ellzero.page"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    macros: Any = made.get_template("figure.html.j2").module
+    made.globals["figure"] = macros.figure
+    made.filters |= {"number": number, "percent": percent, "seconds": seconds, "size": size}
+    return made
+
+
+# ---------------------------------------------------------------- numbers in words
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A number with commas, or a dash.
+
+    Example:
+        >>> number(266610), number(1234.56, 1), number(None)
+        ('266,610', '1,234.6', '–')
+    """
+    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def percent(fraction: float | None, digits: int = 2) -> str:
+    """A fraction in percent, or a dash.
+
+    Example:
+        >>> percent(0.0999), percent(None)
+        ('9.99 %', '–')
+    """
+    return "–" if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.{digits}f} %"
+
+
+def seconds(value: float | None) -> str:
+    """A time with its unit.
+
+    Example:
+        >>> seconds(0.00123), seconds(3.2), seconds(754), seconds(4000), seconds(None)
+        ('1.23 ms', '3.2 s', '12 min 34 s', '1 h 06 min', '–')
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} µs"
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    if value < 60:
+        return f"{value:.3g} s"
+    if value < 3600:
+        return f"{int(value) // 60} min {int(value) % 60:02d} s"
+    return f"{int(value) // 3600} h {int(value) % 3600 // 60:02d} min"
+
+
+def size(count: int | None) -> str:
+    """Bytes with a unit.
+
+    Example:
+        >>> size(900), size(113516), size(1247280), size(None)
+        ('900 B', '113.5 kB', '1.25 MB', '–')
+    """
+    if count is None:
+        return "–"
+    return f"{count} B" if count < 1000 else f"{count / 1e3:.1f} kB" if count < 1e6 else f"{count / 1e6:.2f} MB"
+
+
+__all__ = [
+    "DARK",
+    "EXPECTED",
+    "KEPT",
+    "LIGHT",
+    "SERIES",
+    "Chart",
+    "PageMissingError",
+    "can_make",
+    "number",
+    "packed",
+    "percent",
+    "render",
+    "render_part",
+    "script_json",
+    "seconds",
+    "size",
+]
