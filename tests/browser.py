@@ -136,10 +136,7 @@ class Browser:
         tab = self._tabs[session] = Tab(self, target, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
             tab.ask(f"{domain}.enable")
-        tab.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
-        tab.ask("Emulation.setTouchEmulationEnabled", enabled=touch)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        tab.ask("Emulation.setEmulatedMedia", features=[scheme])
+        tab.resize(width, height, dark=dark, touch=touch)
         tab.go(url)
         return tab
 
@@ -177,7 +174,9 @@ class Tab:
             case "Log.entryAdded":
                 self.problems.append(f"{event['entry']['level']}: {event['entry']['text']}")
             case "Network.requestWillBeSent":
-                self.requests.append(event["request"]["url"])
+                url = event["request"]["url"]
+                if not url.startswith(("data:", "blob:")):  # are in the page already
+                    self.requests.append(url)
             case "Network.webSocketCreated" | "Network.webTransportCreated":
                 self.requests.append(event["url"])
             case "Page.javascriptDialogOpening":
@@ -185,6 +184,15 @@ class Tab:
                 self.browser.send("Page.handleJavaScriptDialog", self.session, accept=True)
             case "Page.loadEventFired":
                 self._loads += 1
+
+    def resize(self, width: int, height: int = 900, *, dark: bool = False, touch: bool = False) -> None:
+        """Another window: its size in pixels, whether the system is dark, whether there is a finger and no mouse."""
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
+        self.ask("Emulation.setTouchEmulationEnabled", enabled=touch)
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        features += [{"name": "hover", "value": "none"}] if touch else []
+        self.ask("Emulation.setEmulatedMedia", features=features)
+        self.settle()
 
     def go(self, url: str) -> None:
         """Opens another page in this tab."""

@@ -192,14 +192,22 @@ def _matches(names: Sequence[str], only: str | None, what: str) -> list[bool]:
 def _total(which: str, gated: Gated, kept: bool, only: str | None) -> Tensor:
     _check(gated)
     _, terms, chosen = _terms(which, gated, kept, only)
-    return terms.sum() if all(chosen) else terms[torch.tensor(chosen, device=terms.device)].sum()
+    if all(chosen):
+        return terms.sum()
+    key = ("rows", which, only)
+    if key not in gated.memo:  # once: a mask would ask the device how many there are, which no graph can
+        gated.memo[key] = torch.tensor([i for i, c in enumerate(chosen) if c], device=terms.device)
+    return terms[gated.memo[key]].sum()
 
 
 def _terms(which: str, gated: Gated, kept: bool, only: str | None) -> tuple[Any, Tensor, list[bool]]:
     census = gated.census[which]
     if census is None:
         raise ValueError(f"`{which}` needs a traced forward, and the axes of this network were given by hand")
-    chosen = [True] * len(census.names) if only is None else _matches(census.names, only, "a layer")
+    key = ("chosen", which, only)
+    if key not in gated.memo:  # once: no graph can match patterns
+        gated.memo[key] = [True] * len(census.names) if only is None else _matches(census.names, only, "a layer")
+    chosen: list[bool] = gated.memo[key]
     if kept:
         home = gated.tables["ends"].device
         return census, torch.as_tensor(census.kept(gated.plan(refuse=False)), device=home), chosen

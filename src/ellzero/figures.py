@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -351,6 +351,178 @@ def _count(network: str, cost: str, architecture: tuple[int, ...] | None) -> int
     return a * 25 * 24**2 + a * b * 25 * 8**2 + c * d + d * 10
 
 
+# ---------------------------------------------------------------- one run
+
+
+def history(
+    epochs: Sequence[float],
+    panels: Sequence[tuple[str, Mapping[str, Sequence[float | None]]]],
+    path: str | PathLike[str],
+    caption: str,
+) -> list[Path]:
+    """Draws numbers over epochs, a panel for each quantity.
+
+    Args:
+        epochs: of the records.
+        panels: label of the axis with its unit, and the curves by name; "expected" is dashed.
+        path: of the files, without an ending.
+        caption: what one sees.
+
+    Returns:
+        The files: PNG, SVG, caption.
+    """
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    with grid(rows, columns, size=(PAGE * columns / 3 + 0.5, 2.1 * rows)) as (figure, axes):
+        for panel, (label, lines) in zip(axes, panels, strict=False):
+            for number, (name, values) in enumerate(lines.items()):
+                style = "--" if name == "expected" else "-"
+                shown = [math.nan if v is None else v for v in values]
+                colour = COLOURS[number % len(COLOURS)]
+                panel.plot(epochs, shown, style, color=colour, label=name, marker="o" if len(epochs) < 12 else None)
+            panel.set(xlabel="epoch", ylabel=label)
+            if len(lines) > 1:
+                panel.legend()
+        for panel in axes[len(panels) :]:
+            panel.set_axis_off()
+        return save(figure, path, caption)
+
+
+def flops(
+    lines: Sequence[tuple[str, Sequence[float], Sequence[float | None]]],
+    path: str | PathLike[str],
+    caption: str,
+    unit: str = "iteration",
+) -> list[Path]:
+    """Draws FLOPs over training, beside constant lines.
+
+    Args:
+        lines: name, x and FLOPs; "dense" and what begins with "dropout" are drawn as context.
+        path: of the files, without an ending.
+        caption: what one sees.
+        unit: of x.
+    """
+    colours = {"kept": BLUE, "expected": VERMILION, "dense": INK}
+    styles = {"expected": "--"}
+    with grid(size=(4.6, 2.9)) as (figure, (axes,)):
+        for name, x, y in lines:
+            style = ":" if name.startswith("dropout") else styles.get(name, "-")
+            shown = [math.nan if v is None else v for v in y]
+            axes.plot(x, shown, style, color=colours.get(name, GREY), label=name)
+        axes.set(xlabel=unit, ylabel="FLOPs for one image")
+        axes.set_ylim(bottom=0)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+        legend(figure, axes)
+        return save(figure, path, caption)
+
+
+def widths(columns: Sequence[tuple[str, int, int]], path: str | PathLike[str], caption: str) -> list[Path]:
+    """Draws a network as columns, one per axis: its width before and after.
+
+    Args:
+        columns: name, dense and kept units.
+        path: of the files, without an ending.
+        caption: what one sees.
+    """
+    tallest = math.sqrt(max(dense for _, dense, _ in columns) or 1)
+    with grid(size=(max(COLUMN, 0.9 * len(columns)), 2.6)) as (figure, (axes,)):
+        heights = [(math.sqrt(dense) / tallest, math.sqrt(kept) / tallest) for _, dense, kept in columns]
+        for at, ((_, dense, kept), (before, after)) in enumerate(zip(columns, heights, strict=True)):
+            axes.bar(at, before, 0.34, -before / 2, color="#D5DAE0", label="dense" if at == 0 else None)
+            axes.bar(at, after, 0.34, -after / 2, color=BLUE, label="kept" if at == 0 else None)
+            axes.text(at, before / 2 + 0.02, f"{kept:,} of {dense:,}", ha="center", va="bottom", fontsize=6.5)
+            if at + 1 < len(columns):
+                right = heights[at + 1][1] / 2
+                ends = [after / 2, right]
+                axes.fill_between([at + 0.17, at + 0.83], [-e for e in ends], ends, color=BLUE, alpha=0.15, linewidth=0)
+        axes.set_xticks(range(len(columns)), [name for name, _, _ in columns])
+        axes.tick_params(axis="x", length=0, rotation=60 if len(columns) > 12 else 0)
+        axes.set_yticks([])
+        axes.grid(False)
+        for side in axes.spines.values():
+            side.set_visible(False)
+        legend(figure, axes)
+        return save(figure, path, caption)
+
+
+def strips(panels: Sequence[tuple[str, Sequence[float], Any]], path: str | PathLike[str], caption: str) -> list[Path]:
+    """Draws P(open) of gates over time, a panel for each set of gates.
+
+    Args:
+        panels: name, epochs, and percent by gate and epoch.
+        path: of the files, without an ending.
+        caption: what one sees.
+    """
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    with grid(rows, columns, size=(max(COLUMN, PAGE * columns / 4), 2.2 * rows)) as (figure, axes):
+        for panel, (name, epochs, percent) in zip(axes, panels, strict=False):
+            ends = (min(epochs) - 0.5, max(epochs) + 0.5)
+            shown = panel.imshow(
+                percent, aspect="auto", cmap="Blues", vmin=0, vmax=100, extent=(*ends, len(percent), 0), rasterized=True
+            )
+            panel.set(title=name, xlabel="epoch", yticks=[])
+            panel.grid(False)
+        for panel in axes[len(panels) :]:
+            panel.set_axis_off()
+        figure.colorbar(shown, ax=axes, label="P(open) (%)", shrink=0.8)
+        return save(figure, path, caption)
+
+
+def histograms(
+    panels: Sequence[tuple[str, Sequence[float], Sequence[float] | None]], path: str | PathLike[str], caption: str
+) -> list[Path]:
+    """Draws how gates are spread over [0, 1], a panel for each set: the two ends, and bins between.
+
+    Args:
+        panels: name, shares of the values at test time, and shares by the gates' distribution if it is known.
+        path: of the files, without an ending.
+        caption: what one sees.
+    """
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    with grid(rows, columns, size=(max(COLUMN, PAGE * columns / 4), 2.2 * rows)) as (figure, axes):
+        for panel, (name, kept, expected) in zip(axes, panels, strict=False):
+            bins = len(kept) - 2
+            width = 1 / bins
+            x = [-1.5 * width, *((b + 0.5) * width for b in range(bins)), 1 + 1.5 * width]
+            colours = [GREY, *[BLUE] * bins, GREEN]
+            panel.bar(x, [100 * v for v in kept], 0.9 * width, color=colours, label="kept")
+            if expected is not None:
+                panel.plot(x[1:-1], [100 * v for v in expected[1:-1]], "--", color=VERMILION, label="expected")
+                ends = [100 * expected[0], 100 * expected[-1]]
+                panel.plot([x[0], x[-1]], ends, "D", color=VERMILION, label="its atoms")
+            panel.set(title=name, xlabel="value of the gate", ylabel="gates (%)")
+            panel.set_xticks([x[0], 0.5, x[-1]], ["0", "0.5", "1"])
+        for panel in axes[len(panels) :]:
+            panel.set_axis_off()
+        legend(figure, axes[0])
+        return save(figure, path, caption)
+
+
+def picture(
+    pixels: Any, path: str | PathLike[str], caption: str, *, label: str, limits: tuple[float, float]
+) -> list[Path]:
+    """Draws numbers as a picture: a map of gates, or filters beside each other; NaN is left blank.
+
+    Args:
+        pixels: (height, width).
+        path: of the files, without an ending.
+        caption: what one sees.
+        label: of the colours, with their unit.
+        limits: of the colours; where they lie around zero, orange is negative and blue positive.
+    """
+    with grid(size=(COLUMN + 0.4, COLUMN)) as (figure, (axes,)):
+        from matplotlib.colors import LinearSegmentedColormap
+
+        signed = LinearSegmentedColormap.from_list("signed", ["#B34700", "#EBA77A", "#F7F7F7", "#79B5D8", "#005B8F"])
+        colours: Any = signed if limits[0] < 0 else "Blues"
+        shown = axes.imshow(pixels, cmap=colours, vmin=limits[0], vmax=limits[1], interpolation="nearest")
+        axes.set_axis_off()
+        figure.colorbar(shown, ax=axes, label=label, shrink=0.8)
+        return save(figure, path, caption)
+
+
 __all__ = [
     "COLOURS",
     "MARKERS",
@@ -358,10 +530,16 @@ __all__ = [
     "Point",
     "can_draw",
     "curves",
+    "flops",
     "front",
     "grid",
+    "histograms",
+    "history",
     "legend",
     "pareto",
+    "picture",
     "published",
     "save",
+    "strips",
+    "widths",
 ]

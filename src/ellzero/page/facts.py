@@ -34,7 +34,7 @@ from ellzero.lagrangian import targets
 from ellzero.recipes import Recipe
 from ellzero.removal import ClosedAxisError
 from ellzero.report import Report, report
-from ellzero.training import Trainer, restore
+from ellzero.training import restore
 
 Array = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
@@ -115,9 +115,11 @@ class Look:
         columns: axes in the order of the network.
         spreads: of each set of gates.
         gate_map: P(open) of input gates as a picture, where the gates are those of an image's pixels.
+        pixels_open: how many of them are open at test time.
         filters: of the first layer, those that are left.
         filters_left: how many are left, and of how many.
         dropout: share of the MACs with the keep rates that the gates start from.
+        steps_per_epoch: as far as known.
     """
 
     epoch: int
@@ -131,10 +133,17 @@ class Look:
     filters: Picture | None = None
     filters_left: tuple[int, int] = (0, 0)
     dropout: float | None = None
+    steps_per_epoch: int | None = None
 
 
 @torch.no_grad()
-def look(network: nn.Module, recipe: Recipe | None = None, shape: Sequence[int] | None = None, epoch: int = 0) -> Look:
+def look(
+    network: nn.Module,
+    recipe: Recipe | None = None,
+    shape: Sequence[int] | None = None,
+    epoch: int = 0,
+    steps_per_epoch: int | None = None,
+) -> Look:
     """Looks at a network.
 
     Args:
@@ -142,6 +151,7 @@ def look(network: nn.Module, recipe: Recipe | None = None, shape: Sequence[int] 
         recipe: with which it was trained, for the rates that its gates started from.
         shape: channels, height and width of the images that it is fed with; None where it is not fed with images.
         epoch: epochs that it was trained for.
+        steps_per_epoch: of this training, if known.
 
     Example:
         >>> from ellzero.gated import attach
@@ -154,7 +164,7 @@ def look(network: nn.Module, recipe: Recipe | None = None, shape: Sequence[int] 
     whole = sum(p.numel() for p in dense.parameters())
     if not isinstance(network, Gated):
         filters, left = _filters(dense, None, shape)
-        return Look(epoch, (whole, whole), size, filters=filters, filters_left=left)
+        return Look(epoch, (whole, whole), size, filters=filters, filters_left=left, steps_per_epoch=steps_per_epoch)
     made = report(network)
     try:
         small: int | None = sum(p.numel() for p in compact(network, verify=False).parameters())
@@ -174,6 +184,7 @@ def look(network: nn.Module, recipe: Recipe | None = None, shape: Sequence[int] 
         filters=filters,
         filters_left=left,
         dropout=None if recipe is None else _with_dropout(network, recipe),
+        steps_per_epoch=steps_per_epoch,
     )
 
 
@@ -193,9 +204,9 @@ def _columns(gated: Gated, made: Report) -> list[Column]:
         counted = row if single is None else single  # the network's input stays as it is, and the layer picks from it
         state = row.state if single is None else "gated"
         found.append((places[row.name], Column(row.name, row.dense, counted.expected, counted.kept, state)))
-    for row in picked.values():
-        here = places.get(row.name, 2.0 * last) - 0.5
-        found.append((here, Column(f"{row.name} inputs", row.dense, row.expected, row.kept, "gated")))
+    for name, single in picked.items():
+        here = places.get(name, 2.0 * last) - 0.5
+        found.append((here, Column(f"{name} inputs", single.dense, single.expected, single.kept, "gated")))
     return [column for _, column in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -512,22 +523,16 @@ def look_at(folder: Folder, index: int = 0) -> tuple[Look | None, str | None]:
         index: which run of a stack.
     """
     try:
-        if not checkpoint.steps(folder.checkpoints):
+        there = checkpoint.steps(folder.checkpoints)
+        if not there:
             return None, "There is no checkpoint yet, so that the network itself cannot be shown."
         trainer = restore(folder, data.stand_in(folder.recipes[0].data, folder.recipes[0].batch))
     except (checkpoint.CheckpointError, ValueError, OSError) as error:
         return None, f"The network itself cannot be shown: {error}."
-    return look_at_trainer(trainer, index), None
-
-
-def look_at_trainer(trainer: Trainer, index: int = 0) -> Look:
-    """What the network of a trainer looks like.
-
-    Args:
-        trainer: at any point of its run.
-        index: which run of a stack.
-    """
-    return look(trainer.network(index).cpu(), trainer.recipes[index], trainer.data.shape, trainer.epoch)
+    done, epoch = there[-1] - trainer.position, trainer.epoch
+    steps = done // epoch if epoch and done > 0 and done % epoch == 0 else None
+    shape = trainer.data.shape
+    return look(trainer.network(index).cpu(), folder.recipes[index], shape, epoch, steps), None
 
 
 def _strips(history: Sequence[Mapping[str, Any]]) -> list[Strip]:
@@ -556,7 +561,7 @@ def _strips(history: Sequence[Mapping[str, Any]]) -> list[Strip]:
 
 def _spaced(count: int, most: int) -> list[int]:
     """At most so many of `range(count)`, evenly, the first and the last among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
+    return [int(i) for i in np.unique(np.linspace(0, count - 1, min(count, most)).round())]
 
 
 def file_of(folder: Folder) -> Path:
@@ -578,7 +583,6 @@ __all__ = [
     "gather",
     "look",
     "look_at",
-    "look_at_trainer",
     "measure",
     "measure_run",
 ]

@@ -1,0 +1,218 @@
+"""The page of the method: penalties |θ|^p, and the hard concrete distribution with sliders for its four numbers.
+
+Figures 1 and 2 of Louizos et al. (2018). What is drawn first is computed here, with `distributions`; when a slider
+moves, the script in `templates/method.html.j2` computes it again in the browser, with the same formulas. Nothing here
+knows of runs or networks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ellzero.distributions import BinaryConcrete, HardConcrete
+from ellzero.page.charts import SERIES, Chart, render
+
+LOG_ALPHA, BETA, GAMMA, ZETA = 0.0, 0.5, -0.1, 1.1  # of Figure 2a
+POWERS = {2.0: "p = 2, weight decay", 1.0: "p = 1, lasso", 0.5: "p = 1/2", 0.25: "p = 1/4", 0.0: "p = 0, the L0 norm"}
+TALLEST = 4.0  # of the density that is shown, unless that of the hard concrete is higher between 0 and 1
+# Symbol, what it is, lowest, highest, step, value. γ < 0 and ζ > 1: [0, 1] lies inside of (γ, ζ).
+SLIDERS = (
+    ("log-alpha", "log α", "location: where the mass lies", -8.0, 8.0, 0.1, LOG_ALPHA),
+    ("beta", "β", "temperature: the lower, the more it is like a coin", 0.05, 2.0, 0.01, BETA),
+    ("gamma", "γ", "lower end of the stretched interval", -1.0, -0.01, 0.01, GAMMA),
+    ("zeta", "ζ", "upper end of the stretched interval", 1.01, 2.0, 0.01, ZETA),
+)
+
+
+def method_page() -> str:
+    """The page, complete in itself.
+
+    Raises:
+        charts.PageMissingError: Plotly or jinja2 is not installed.
+    """
+    zero = torch.tensor(LOG_ALPHA, dtype=torch.float64)
+    hard = HardConcrete(zero, BETA, GAMMA, ZETA)
+    at_0, at_1 = (1 - hard.prob_nonzero).item(), hard.prob_one.item()
+    facts = {
+        "at-0": ("P(z = 0)", at_0),
+        "between": ("P(0 < z < 1)", 1 - at_0 - at_1),
+        "at-1": ("P(z = 1)", at_1),
+        "open": ("P(z ≠ 0), eq. 12", 1 - at_0),
+        "mean": ("E[z], the mean", hard.mean.item()),
+        "noiseless": ("ẑ without noise, eq. 13", hard.noiseless.item()),
+    }
+    return render(
+        "method.html.j2",
+        penalties=_penalties(),
+        density=_density(),
+        means=_means(),
+        sliders=SLIDERS,
+        facts=facts,
+        tallest=TALLEST,
+    )
+
+
+def _penalties() -> Chart:
+    theta = [k / 100 for k in range(-200, 201)]
+    traces: list[dict[str, Any]] = []
+    for (p, name), colour in zip(POWERS.items(), SERIES, strict=False):
+        look: dict[str, Any] = {"type": "scatter", "name": name, "legendgroup": name}
+        line = {"mode": "lines", "line": {"color": colour, "width": 2}}
+        if p > 0:
+            hover = f"|θ|<sup>{p:g}</sup> = %{{y:.3f}} at θ = %{{x:.2f}}<extra></extra>"
+            traces.append({**look, **line, "x": theta, "y": [abs(t) ** p for t in theta], "hovertemplate": hover})
+            continue
+        for side in ([t for t in theta if t < 0], [t for t in theta if t > 0]):  # it jumps at 0: two lines and a point
+            hover = "L0: 1 at θ = %{x:.2f}<extra></extra>"
+            shown = {"showlegend": side[0] > 0, "hovertemplate": hover}
+            traces.append({**look, **line, **shown, "x": side, "y": [1.0] * len(side)})
+        for y, symbol in ((0.0, "circle"), (1.0, "circle-open")):
+            dot = {"mode": "markers", "marker": {"color": colour, "size": 9, "symbol": symbol}, "showlegend": False}
+            words = "L0: 0 at θ = 0" if y == 0 else "not 1 at θ = 0"
+            traces.append({**look, **dot, "x": [0.0], "y": [y], "hoverinfo": "text", "hovertext": [words]})
+    layout = {
+        "xaxis": {"title": {"text": "θ"}, "range": [-2, 2]},
+        "yaxis": {"title": {"text": "|θ|<sup>p</sup>"}, "range": [-0.08, 2.2]},
+    }
+    return Chart(
+        "penalties",
+        "Figure 1: the penalty of a parameter θ, for several p",
+        "For p = 2 and p = 1 the penalty grows with |θ|, and so shrinks large values too; the smaller p, the less. For "
+        "p = 0 it is 1 for every θ ≠ 0 (lines, and the circle at 0 that does not belong to them) and 0 at θ = 0 (dot): "
+        "it counts parameters, and leaves their values alone.",
+        "Curves of |θ|^p for p = 2, 1, 1/2, 1/4 and 0. All pass through 0 at θ = 0 and 1 at θ = ±1; the last one is 1 "
+        "everywhere but at 0.",
+        traces,
+        layout,
+        height=380,
+        wide=True,
+    )
+
+
+def _density() -> Chart:
+    zero = torch.tensor(LOG_ALPHA, dtype=torch.float64)
+    concrete, hard = BinaryConcrete(zero, BETA), HardConcrete(zero, BETA, GAMMA, ZETA)
+    x = torch.arange(1, 400, dtype=torch.float64) / 400
+    at_0, at_1 = (1 - hard.prob_nonzero).item(), hard.prob_one.item()
+    line = {"type": "scatter", "mode": "lines", "x": x.tolist()}
+    atom = {"type": "scatter", "yaxis": "y2", "cliponaxis": False}
+    traces: list[dict[str, Any]] = [
+        {
+            **line,
+            "name": "binary concrete, density",
+            "y": concrete.log_prob(x).exp().tolist(),
+            "line": {"color": "@grey", "width": 2, "dash": "dot"},
+            "hovertemplate": "binary concrete: density %{y:.3f} at %{x:.3f}<extra></extra>",
+        },
+        {
+            **line,
+            "name": "hard concrete, density",
+            "y": hard.log_prob(x).exp().tolist(),
+            "line": {"color": "@blue", "width": 2},
+            "fill": "tozeroy",
+            "fillcolor": "@faint",
+            "hovertemplate": "hard concrete: density %{y:.3f} at z = %{x:.3f}<extra></extra>",
+        },
+        {
+            **atom,
+            "mode": "lines",
+            "name": "hard concrete, mass at 0 and 1 (right axis)",
+            "x": [0.0, 0.0, None, 1.0, 1.0],
+            "y": [0.0, at_0, None, 0.0, at_1],
+            "line": {"color": "@vermilion", "width": 4},
+            "hoverinfo": "skip",
+        },
+        {
+            **atom,
+            "mode": "markers+text",
+            "name": "mass",
+            "showlegend": False,
+            "x": [0.0, 1.0],
+            "y": [at_0, at_1],
+            "marker": {"color": "@vermilion", "size": 11},
+            "text": [f"{at_0:.3f}", f"{at_1:.3f}"],
+            "textposition": ["middle right", "middle left"],
+            "textfont": {"color": "@vermilion", "size": 13},
+            "hovertemplate": "P(z = %{x:.0f}) = %{y:.4f}<extra></extra>",
+        },
+    ]
+    layout = {
+        "xaxis": {"title": {"text": "gate z"}, "range": [-0.04, 1.04], "zeroline": False},
+        "yaxis": {"title": {"text": "density"}, "range": [0, TALLEST]},
+        "yaxis2": {
+            "title": {"text": "probability mass"},
+            "range": [0, 1],
+            "overlaying": "y",
+            "side": "right",
+            "showgrid": False,
+        },
+    }
+    return Chart(
+        "density",
+        "Figure 2a: the density of a gate, and its atoms",
+        "Dotted: the binary concrete s on (0, 1). It is stretched to (γ, ζ) and clamped to [0, 1]; what came to lie "
+        "below 0 or above 1 becomes the two atoms, drawn as bars whose heights are probabilities (right axis). What "
+        "lies between keeps a density (filled, left axis). The area under it and the two atoms are 1 together.",
+        "The density of the hard concrete between 0 and 1 with its masses at 0 and at 1, for the values of the "
+        "sliders; the numbers are below.",
+        traces,
+        layout,
+        height=400,
+    )
+
+
+def _means() -> Chart:
+    log_alpha = torch.arange(-80, 81, dtype=torch.float64) / 10
+    concrete, hard = BinaryConcrete(log_alpha, BETA), HardConcrete(log_alpha, BETA, GAMMA, ZETA)
+    now = HardConcrete(torch.tensor(LOG_ALPHA, dtype=torch.float64), BETA, GAMMA, ZETA)
+    x = log_alpha.tolist()
+
+    def curve(name: str, y: torch.Tensor, colour: str, dash: str, words: str) -> dict[str, Any]:
+        return {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": x,
+            "y": y.tolist(),
+            "line": {"color": colour, "width": 2, "dash": dash},
+            "hovertemplate": f"{words} %{{y:.3f}} at log α = %{{x:.1f}}<extra></extra>",
+        }
+
+    traces = [
+        curve("binary concrete, mean", concrete.mean, "@grey", "solid", "mean of the binary concrete"),
+        curve("σ(log α)", torch.sigmoid(log_alpha), "@grey", "dot", "σ(log α) ="),
+        curve("P(z ≠ 0)", hard.prob_nonzero, "@green", "dashdot", "P(z ≠ 0) ="),
+        curve("hard concrete, mean", hard.mean, "@blue", "solid", "E[z] ="),
+        curve("hard concrete, without noise ẑ", hard.noiseless, "@vermilion", "dash", "ẑ ="),
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "log α of the slider",
+            "x": [LOG_ALPHA, LOG_ALPHA],
+            "y": [now.mean.item(), now.noiseless.item()],
+            "marker": {"color": ["@blue", "@vermilion"], "size": 10, "line": {"color": "@paper", "width": 2}},
+            "hovertemplate": "%{y:.3f} at log α = %{x:.1f}<extra></extra>",
+            "showlegend": False,
+        },
+    ]
+    layout = {
+        "xaxis": {"title": {"text": "log α"}, "range": [-8, 8], "zeroline": False},
+        "yaxis": {"title": {"text": "gate"}, "range": [-0.03, 1.03], "zeroline": False},
+    }
+    return Chart(
+        "means",
+        "Figure 2b: the mean of a gate against log α",
+        "Solid: means over the noise, by quadrature (the paper draws 10,000 samples). Dashed: the gate without noise, "
+        "which is used at test time (eq. 13); it is exactly 0 and exactly 1 at the ends. The noise smooths it, so that "
+        "a gate still has a gradient where it is closed. Dots: at the slider's log α.",
+        "Both means rise from 0 to 1 with log α. The gate without noise is 0 up to log α = log(−γ/ζ) and 1 from "
+        "log((1 − γ)/(ζ − 1)) on.",
+        traces,
+        layout,
+        height=400,
+    )
+
+
+__all__ = ["method_page"]
