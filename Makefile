@@ -11,7 +11,7 @@ PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format docs bench clean distclean
+.PHONY: help demo test lint browser format docs bench clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -26,6 +26,18 @@ lint: $(VENV)/.installed-test  ## run the linter and the type checker only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+browser:  ## install Debian's chromium, if there is no browser, for the tests of the pages (else they are skipped)
+	@for name in "$$ELLZERO_BROWSER" chromium chromium-browser google-chrome google-chrome-stable chrome; do \
+	  [ -n "$$name" ] && command -v "$$name" >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" -eq 0 ]; then root=env; elif sudo -n true 2>/dev/null; then root="sudo -n"; fi; \
+	if [ -z "$$root" ] || ! command -v apt-get >/dev/null; then \
+	  echo "no browser is installed, and apt-get or the right to use it is missing: the tests of the pages are skipped" >&2; \
+	  exit 0; fi; \
+	echo "installing chromium"; \
+	apt="$$root env DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300"; \
+	said=$$($$apt update 2>&1 && $$apt install -y --no-install-recommends chromium 2>&1) || { \
+	  echo "$$said" | tail -n 5 >&2; echo "chromium could not be installed: the tests of the pages are skipped" >&2; }
 
 format: $(VENV)/.installed-test  ## format the code and fix what the linter can fix
 	$(BIN)/ruff check --fix .

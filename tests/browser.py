@@ -38,7 +38,9 @@ class BrowserError(Exception):
 
 
 def find() -> str | None:
-    """The browser: `$ELLZERO_BROWSER`, or one that is installed; None where there is none."""
+    """The browser: `$ELLZERO_BROWSER`, or one that is installed; None where there is none, or no pipes to pass on."""
+    if os.name == "nt":
+        return None
     named = os.environ.get("ELLZERO_BROWSER")
     return shutil.which(named) if named else next(filter(None, map(shutil.which, NAMES)), None)
 
@@ -52,9 +54,13 @@ class Browser:
         words = [program, "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={home}"]
         words += ["--no-first-run", "--no-default-browser-check", "--disable-gpu", "--disable-dev-shm-usage"]
         words += ["--disable-background-networking", "--disable-component-update", "--disable-extensions"]
-        words += ["--host-resolver-rules=MAP * ~NOTFOUND", "--force-device-scale-factor=1", "--mute-audio"]
-        if os.geteuid() == 0:
-            words.append("--no-sandbox")  # which root cannot have
+        words += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]  # but `report --serve` is there
+        words += ["--force-device-scale-factor=1", "--mute-audio"]
+        # Without a screen it believes that there is no mouse.
+        words += [
+            "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"
+        ]
+        words.append("--no-sandbox")  # root and many containers cannot have one, and the pages are our own
         self.log = home / "said.txt"
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
@@ -104,7 +110,10 @@ class Browser:
             _, ready, _ = select.select([], [self._out], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise BrowserError(f"`{method}` could not be sent: the browser hangs")
-            data = data[os.write(self._out, data[:4096]) :]
+            try:
+                data = data[os.write(self._out, data[:4096]) :]
+            except OSError as error:
+                raise BrowserError(f"the browser ended; it said: {self._said()}") from error
         return number
 
     def listen(self, seconds: float) -> bool:
@@ -189,9 +198,8 @@ class Tab:
         """Another window: its size in pixels, whether the system is dark, whether there is a finger and no mouse."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
         self.ask("Emulation.setTouchEmulationEnabled", enabled=touch)
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        features += [{"name": "hover", "value": "none"}] if touch else []
-        self.ask("Emulation.setEmulatedMedia", features=features)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.settle()
 
     def go(self, url: str) -> None:

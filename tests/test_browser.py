@@ -3,7 +3,7 @@ run's json and of `distributions`. Skipped where no browser is installed.
 """
 
 import json
-import re
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +38,12 @@ Open = Callable[..., Tab]
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     assert PROGRAM is not None
-    started = Browser(PROGRAM)
+    try:
+        started = Browser(PROGRAM)
+    except driving.BrowserError as error:
+        if "CI" in os.environ:  # which has installed one that must work
+            raise
+        pytest.skip(f"{PROGRAM} does not start: {error}")
     yield started
     started.close()
 
@@ -75,7 +80,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(1, 4):  # more of the kind, with numbers of their own
         recipe = SMALL.override(seed=number)
         folder = Folder.create(home / "runs" / f"made-{number}", [recipe])
-        costs = {c: {**v, "kept": v["kept"] * (1 + number / 10)} for c, v in result["costs"].items()}
+        costs = {c: {**v, "kept": v["kept"] * (1 - number / 10)} for c, v in result["costs"].items()}
         errors = {"error_last": 10.0 + number, "error_best": 9.0 + number}
         folder.finish([{**result, **errors, "costs": costs, "seed": number}])
     (home / "runs" / "nothing").mkdir()
@@ -142,8 +147,11 @@ def test_the_page_of_a_run_shows_its_json(home: Path, show: Open) -> None:
     assert f"{result['error_last']:.2f} %" in text
     assert f"{100 * result['costs']['params']['kept']:.2f} %" in text
     assert f"{100 * result['costs']['macs']['kept']:.2f} %" in text
-    for gate, units in result["architecture"].items():
-        assert re.search(rf"{gate}\b[^\n]*\n?[^\n]*\b{units}\b", text), gate
+    rows = tab.evaluate(
+        "Array.from(document.querySelector('table').tBodies[0].rows).map(r => r.innerText.split('\\t'))"
+    )
+    kept = [int(row[3]) for row in rows]  # axis, dense, expected, kept, state
+    assert set(result["architecture"].values()) <= set(kept)
     curves = tab.evaluate("""Array.from(document.querySelectorAll('[data-chart]')).flatMap(e =>
         e.data.filter(t => t.y && t.y.length).map(t => Array.from(t.y)))""")
     history = folder.history()
@@ -273,7 +281,7 @@ def test_names_that_are_html_do_nothing(tmp_path: Path, home: Path, show: Open) 
     own = [trace["name"] for trace in traces(tab)].index("runs")
     tab.hover(5, 5)
     tab.hover(*points(tab, own)[0])
-    tab.wait("document.querySelector('.hoverlayer .hovertext')")
+    tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
     assert EVIL in tab.evaluate("document.body.innerText")
     assert tab.evaluate("document.querySelectorAll('img').length") == 0
     loads = tab._loads

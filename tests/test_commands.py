@@ -120,9 +120,8 @@ def failed(answer: tuple[int, str, str], code: int, message: str) -> None:
 def test_a_run_by_the_command_line_is_the_run_by_hand(
     home: Path, by_hand: training.Trainer, small: torch.nn.Module, tmp_path: Path
 ) -> None:
-    assert sorted(p.name for p in home.iterdir()) == [
-        *("checkpoints", "compact.safetensors", "history.jsonl", "results.json", "run.json")
-    ]
+    files = ["compact.safetensors", "history.jsonl", "latency.json", "page.html", "results.json", "run.json"]
+    assert sorted(p.name for p in home.iterdir()) == ["checkpoints", *files]
     folder = Folder.open(home)
     assert folder.recipes == [SMALL]
     assert folder.about["device"].startswith("CPU")
@@ -287,7 +286,7 @@ def test_a_dense_recipe_ends_with_the_plain_network(run: Run, tmp_path: Path) ->
     }
     for name, value in loaded.named_parameters():
         assert torch.equal(value, newest[f"network.{name}"]), name
-    failed(run("report", "dense"), 2, "'dense' trained the dense network, without gates")
+    failed(run("report", "dense", "--json"), 2, "'dense' trained the dense network, without gates")
     code, out, _ = run("evaluate", "dense", "--json")
     assert code == 0
     found = json.loads(out)["networks"][0]
@@ -579,7 +578,7 @@ def test_a_file_without_onnxruntime_is_written_and_said_to_be_unchecked(
 @pytest.mark.usefixtures("no_data")
 def test_report_is_that_of_the_library(run: Run, home: Path, network: Gated) -> None:
     expected = ellzero.report(network)
-    assert run("report", str(home)) == (0, str(expected) + "\n", "")
+    assert run("report", str(home)) == (0, f"{expected}\nPage: {home / 'page.html'}\n", "")
     assert run("report", str(home), "--markdown") == (0, expected.markdown(), "")
     code, out, _ = run("report", str(home), "--json")
     assert (code, json.loads(out)) == (0, json.loads(expected.json()))

@@ -17,7 +17,7 @@ import pytest
 from ellzero import figures
 from ellzero.cli import main
 from ellzero.folders import Folder
-from ellzero.page import charts
+from ellzero.page import charts, page_file
 from ellzero.page import runs as page
 from ellzero.page.runs import collect, groups, kinds, runs_page
 from ellzero.recipes import Recipe, get
@@ -62,6 +62,15 @@ def test_a_run_a_stack_and_a_folder_above_them(tmp_path: Path) -> None:
     assert one.expected["params"] == 0.51
     assert one.page == tmp_path / "all" / "one" / "page.html"
     assert runs[0].page is None
+
+
+def test_pages_are_where_the_pages_of_runs_are_written(tmp_path: Path) -> None:
+    stack = finished(tmp_path / "stack", *(MLP.override(seed=s) for s in (1, 2)))
+    one = finished(tmp_path / "one", MLP)
+    for folder, index in ((stack, 1), (one, 0)):
+        page_file(folder, index).touch()
+    runs, _ = collect([tmp_path])
+    assert [run.page for run in runs] == [page_file(one), None, page_file(stack, 1)]
 
 
 def test_what_is_given_twice_counts_once(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from tyro.conf import FlagCreatePairsOff
 
 from ellzero import parallel
-from ellzero.cli import app, looking, method, models, running, studies, sweeping
+from ellzero.cli import app, looking, method, models, reporting, running, studies, sweeping
 from ellzero.cli.app import INTERRUPTED, CommandError
 from ellzero.saving import installed_version
 
-COMMANDS = (running, looking, models, studies, sweeping, method)  # the modules that hold the commands
+COMMANDS = (running, looking, reporting, models, studies, sweeping, method)  # the modules that hold the commands
 SHELLS = ("bash", "zsh", "fish")
 DESCRIPTION = """Learn sparse PyTorch networks with L0 gates, and get a smaller plain network back.
 

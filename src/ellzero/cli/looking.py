@@ -1,4 +1,4 @@
-"""Commands that look at runs and recipes, and hand networks over: `evaluate`, `compact`, `report`, `recipes`.
+"""Commands that look at runs and recipes, and hand networks over: `evaluate`, `compact`, `recipes`.
 
 They change nothing in a run but its compact.safetensors, and work on runs that are still going on: what they see is
 the newest checkpoint.
@@ -34,7 +34,6 @@ from ellzero.cli.running import COMPACT
 from ellzero.gated import Gated
 from ellzero.lagrangian import COSTS
 from ellzero.recipes import RECIPES, Recipe
-from ellzero.report import report as make_report
 from ellzero.training import Trainer
 from ellzero.training import network as dense_network
 
@@ -134,38 +133,6 @@ def compact(run: Run, to: Annotated[tuple[str, ...], arg(metavar="FILE")] = (), 
         say(f"{file} ({file.stat().st_size / 1e6:.2f} MB; {how})")
         if file.suffix == ".safetensors":
             say(*(f"    {line}" for line in loading(recipe, file)))
-
-
-# ---------------------------------------------------------------- report
-
-
-@app.command
-def report(run: Run, json: bool = False, markdown: bool = False, speed: bool = False, index: Index = None) -> None:
-    """Print what is left of the network of a run: by axis, by set of gates, and in total. The data are not needed.
-
-    For example: ellzero report runs/demo-seed0 --markdown
-
-    Args:
-        run: folder of a run, finished or not.
-        json: print JSON.
-        markdown: print markdown.
-        speed: also measure how long the dense and the compact network take.
-        index: which run of a stack, from 0.
-    """
-    if json and markdown:
-        raise CommandError("`--json` and `--markdown` exclude each other")
-    folder = open_run(run)
-    number = choose(folder, index)
-    network = restored(folder).network(number).cpu()
-    if not isinstance(network, Gated):
-        raise CommandError(f"{run!r} trained the dense network, without gates: there is nothing to report on")
-    made = make_report(network, speed=speed)
-    if json:
-        say(made.json())
-    elif markdown:
-        say(made.markdown().rstrip())
-    else:
-        show(made)
 
 
 # ---------------------------------------------------------------- recipes

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from ellzero import parallel
+from ellzero import page, parallel
 from ellzero.checkpoint import steps
 from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json
 from ellzero.cli.opening import (
@@ -68,7 +68,7 @@ def train(
     $ ellzero train --resume runs/demo-seed0
 
     Ctrl-C ends it after the step, and saves. The run's folder then holds its recipe, history, checkpoints and results,
-    and compact.safetensors, the small network.
+    compact.safetensors, the small network, and page.html, which shows the run (with the extra `page`).
 
     Args:
         recipe: name of a recipe (`ellzero recipes` lists them), or a TOML file.
@@ -225,9 +225,11 @@ def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> Non
     error = error_of(small, recipe, dataset)
     parameters = sum(p.numel() for p in small.parameters())
     result = (folder.results() or [{}])[0]
+    seen = _page(folder, network, dataset)
     if json:
         done = {"file": str(file), "error": error, "parameters": parameters}
-        show_json({"run": str(folder.path), "result": result, "compact": done})
+        written = str(seen) if isinstance(seen, Path) else None
+        show_json({"run": str(folder.path), "result": result, "compact": done, "page": written})
         return
     if isinstance(network, Gated):
         show(report(network))
@@ -238,9 +240,25 @@ def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> Non
         f"Test error of the {kind} network: {error:.2f} % ({parameters:,} parameters).",
         f"The {kind} network: {file} ({size:.2f} MB)",
         f"Recipe, history, checkpoints, results: {folder.path}",
+        f"Page: {seen}" if isinstance(seen, Path) else f"No page: {seen}",
         "In Python:",
         *(f"    {line}" for line in loading(recipe, file)),
     )
+
+
+def _page(folder: Folder, network: nn.Module, dataset: Any) -> Path | str:
+    """The run's page, or why there is none: the run is finished and safe, whatever comes of it."""
+    if not page.can_make():
+        return str(page.PageMissingError())
+    try:
+        network = network.cpu().eval()
+        page.measure_run(folder, network)
+        recipe = folder.recipes[0]
+        epochs, steps = recipe.epochs + recipe.finetune_epochs, len(dataset.train_x) // recipe.batch
+        seen = page.look(network, recipe, dataset.shape, epochs, steps)
+        return page.write(page.run_page(folder, seen=seen), page.page_file(folder))
+    except FolderError as error:
+        return str(error)
 
 
 __all__ = ["COMPACT", "train"]

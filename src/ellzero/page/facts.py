@@ -16,7 +16,6 @@ from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
 import numpy as np
@@ -389,7 +388,7 @@ def _latency(folder: Folder) -> tuple[dict[str, Any] | None, str | None]:
         about = {"device": str(content["device"]), "threads": int(content["threads"]), "torch": str(content["torch"])}
         return {**about, "rows": rows}, None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None, f"{LATENCY} is damaged, so that no latency is shown: `--latency` measures again."
+        return None, f"{LATENCY} is damaged, so that no latency is shown: `--speed` measures again."
 
 
 # ---------------------------------------------------------------- a run
@@ -542,13 +541,14 @@ def _strips(history: Sequence[Mapping[str, Any]]) -> list[Strip]:
         packed = record.get("prob_open")
         for name, text in packed.items() if isinstance(packed, Mapping) else ():
             with suppress(binascii.Error, ValueError, TypeError):
-                found.setdefault(str(name), []).append(
-                    (record["epoch"], np.frombuffer(b64decode(text, validate=True), np.uint8))
-                )
+                values = np.frombuffer(b64decode(text, validate=True), np.uint8)
+                found.setdefault(str(name), []).append((record["epoch"], values))
     strips = []
     for name, columns in found.items():
         size = len(columns[-1][1])
-        same = [(epoch, column) for epoch, column in columns if len(column) == size and size]
+        # Where units were closed after an epoch there are two records of it: the second counts.
+        last = {epoch: column for epoch, column in columns if len(column) == size and size}
+        same = sorted(last.items())
         if not same:
             continue
         times = _spaced(len(same), _MOST_TIMES)
@@ -564,11 +564,6 @@ def _spaced(count: int, most: int) -> list[int]:
     return [int(i) for i in np.unique(np.linspace(0, count - 1, min(count, most)).round())]
 
 
-def file_of(folder: Folder) -> Path:
-    """Where the page of a run is."""
-    return folder.path / "page.html"
-
-
 __all__ = [
     "BINS",
     "FLOPS_PER_MAC",
@@ -579,7 +574,6 @@ __all__ = [
     "Run",
     "Spread",
     "Strip",
-    "file_of",
     "gather",
     "look",
     "look_at",

@@ -135,9 +135,11 @@ def _headlines(run: Run) -> list[tuple[str, str, str]]:
     if run.bytes_compact is not None and run.look is not None and run.gated:
         out.append(("Size on disk", size(run.bytes_compact), f"dense {size(run.look.bytes_dense)}"))
     if run.latency is not None and run.latency["rows"]:
-        row = run.latency["rows"][0]
-        ratio, both = row["dense_s"] / row["compact_s"], f"{seconds(row['compact_s'])}, dense {seconds(row['dense_s'])}"
-        out.append((f"Speed, batch {row['batch']:g}", f"{ratio:.2f} ×", both))
+        first, last = run.latency["rows"][0], run.latency["rows"][-1]
+        small = f"{seconds(last['compact_s'])}, dense {seconds(last['dense_s'])}"
+        if last is not first:
+            small = f"batch {first['batch']:g}: {first['dense_s'] / first['compact_s']:.2f} ×"
+        out.append((f"Speed, batch {last['batch']:g}", f"{last['dense_s'] / last['compact_s']:.2f} ×", small))
     spent = [s for s in run.seen("seconds") if s is not None]
     if spent:
         out.append(("Time to train", seconds(sum(spent)), str(run.folder.about.get("device") or "")))
@@ -280,10 +282,7 @@ def _training_charts(run: Run) -> list[Chart]:
     x = _epochs(run)
     error, loss = run.seen("error"), run.seen("loss")
     how = "with the test-time gates (kept)" if run.gated else "of the dense network"
-    noise = ", with the gates' noise" if run.gated else ""
-    term = ""
-    if run.gated:
-        term = " and the penalty" if run.recipe.penalty is not None else " and the multipliers' terms"
+    noise = ", with the gates' noise; the penalty or the multipliers' terms are not in it" if run.gated else ""
     charts = [
         Chart(
             "error",
@@ -296,7 +295,7 @@ def _training_charts(run: Run) -> list[Chart]:
         Chart(
             "loss",
             "Training loss",
-            f"Cross-entropy{term}, in nats for one image: the mean over the steps since the record before{noise}.",
+            f"Cross-entropy in nats for one image: the mean over the steps since the record before{noise}.",
             f"Training loss in nats: {_ends(loss, '', 4)}.",
             [_line(x, loss, "loss", "@vermilion")],
             {**_over_time(run, "loss (nats)", rangemode="normal"), "showlegend": False},
@@ -355,8 +354,8 @@ def _multipliers(run: Run) -> list[Chart]:
         Chart(
             "multipliers",
             "Multipliers",
-            "The multiplier λ of each constraint, in nats of loss for the whole dense cost: it rises while the "
-            "constraint is violated, and falls or starts again at zero while it holds.",
+            "The multiplier λ of each constraint, in nats of loss for the whole dense cost that it bounds: it rises "
+            "while the constraint is violated, and falls or starts again at zero while it holds.",
             f"Multipliers over training: {'; '.join(said[:8])}.",
             traces,
             {**_over_time(run, "λ (nats)"), "showlegend": len(patterns) > 1},
@@ -438,7 +437,7 @@ def _network(columns: Sequence[Column], epoch: int) -> Chart:
         {**style, "x": k, "y": h / 2, "text": f"<b>{c.kept:,}</b><br>of {c.dense:,}"}
         for k, (c, h) in enumerate(zip(columns, before, strict=True))
     ]
-    names = {"tickvals": at, "ticktext": [_escaped(c.name) for c in columns], "tickangle": -60 if many else "auto"}
+    names = {"tickvals": at, "ticktext": [_escaped(c.name) for c in columns], **({"tickangle": -60} if many else {})}
     bare = {"showgrid": False, "zeroline": False, "fixedrange": True}
     said = ", ".join(f"{c.name} {c.kept:,} of {c.dense:,}" for c in columns[:40])
     return Chart(
@@ -461,7 +460,7 @@ def _network(columns: Sequence[Column], epoch: int) -> Chart:
 
 
 def _axis_rows(look: Look | None) -> list[dict[str, Any]]:
-    """The table of axes, in the order of the picture; inputs that a layer picks come after what they are picked from."""
+    """The table of axes, in the order of the picture; inputs that a layer picks come after where they come from."""
     if look is None or look.report is None:
         return []
     order = {column.name: number for number, column in enumerate(look.columns)}
@@ -495,7 +494,9 @@ def _gate_charts(run: Run) -> list[tuple[str, list[Chart]]]:
     return out
 
 
-_BAR = {"thickness": 10, "outlinewidth": 0, "tickfont": {"color": "@muted", "size": 11}}  # of colours
+# The scale of colours: beside a chart, or below a picture, which needs the width.
+_BAR: dict[str, Any] = {"thickness": 10, "outlinewidth": 0, "tickfont": {"color": "@muted", "size": 11}}
+_BELOW = {**_BAR, "orientation": "h", "y": 0, "yanchor": "top", "ypad": 8, "thickness": 8}
 
 
 def _strip(strip: Strip, k: int) -> Chart:
@@ -595,7 +596,7 @@ def _image_charts(run: Run) -> list[Chart]:
     if run.look is not None and run.look.gate_map is not None:
         out.append(_gate_map(run.look.gate_map, run.look.pixels_open))
     if run.look is not None and run.look.filters is not None:
-        out.append(_filters(run.look.filters, run.look.filters_left))
+        out.append(_filters(run.look.filters, run.look.filters_left, run.gated))
     return out
 
 
@@ -613,7 +614,7 @@ def _gate_map(picture: Picture, opened: int) -> Chart:
         "ygap": 0.5,
         "hoverongaps": False,
         "hovertemplate": f"row %{{y}}, column %{{x}}<br>{picture.what} = %{{z}} %<extra></extra>",
-        "colorbar": {**_BAR, "ticksuffix": " %"},
+        "colorbar": {**_BELOW, "ticksuffix": " %"},
     }
     return Chart(
         "input-gates",
@@ -624,11 +625,11 @@ def _gate_map(picture: Picture, opened: int) -> Chart:
         f"{percent(float(picture.tiles.mean()), 1)}, and {opened:,} of {count:,} gates are open at test time.",
         [heat],
         _square(),
-        height=400,
+        height=440,
     )
 
 
-def _filters(picture: Picture, left: tuple[int, int]) -> Chart:
+def _filters(picture: Picture, left: tuple[int, int], gated: bool) -> Chart:
     tiles = picture.tiles
     z, corners = montage(tiles, min(len(tiles), 5))
     most = float(np.nanmax(np.abs(z))) or 1.0
@@ -641,23 +642,26 @@ def _filters(picture: Picture, left: tuple[int, int]) -> Chart:
         "colorscale": "@diverging",
         "hoverongaps": False,
         "hovertemplate": "weight %{z}<extra></extra>",
-        "colorbar": _BAR,
+        "colorbar": _BELOW,
     }
     style = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "font": {"size": 10, "color": "@muted"}}
     labels = [
         {**style, "x": x - 0.5, "y": y - 0.5, "text": _escaped(label)}
         for (y, x), label in zip(corners, picture.labels, strict=True)
     ]
+    which, gates = f"the {left[1]:,} units of {picture.what}", ""
+    if gated:
+        which = f"the {left[0]:,} of {left[1]:,} units of {picture.what} that are kept"
+        gates = "the input's gates, where there are any, multiplied in, and "
     return Chart(
         "filters",
-        f"What is left of the first layer ({picture.what})",
-        f"Weights of the {left[0]:,} of {left[1]:,} units of {picture.what} that are kept, as pictures of what each "
-        f"reads, with the input's gates multiplied in and channels averaged. Blue: positive, orange: negative. The "
-        f"number is that of the unit. {some}",
-        f"{left[0]:,} of {left[1]:,} units of {picture.what} are kept. {some}",
+        f"{'What is left of the' if gated else 'The'} first layer ({picture.what})",
+        f"Weights of {which}, as pictures of what each reads, {gates}channels averaged. Blue: positive, orange: "
+        f"negative. The number is that of the unit. {some}",
+        f"Weights of {which}. {some}",
         [heat],
         {**_square(), "annotations": labels},
-        height=400,
+        height=440,
     )
 
 
@@ -724,16 +728,16 @@ def run_figures(folder: Folder, directory: Path, index: int = 0) -> list[Path]:
     if run.strips:
         panels = [(s.name, s.epochs, s.percent) for s in run.strips]
         caption = (
-            "P(open) of every gate (expected), in percent, over epochs: one panel for each set of gates, one row for each "
+            "P(open) of every gate (expected), in percent, over epochs: a panel for each set of gates, a row for each "
             "gate, by falling P(open) at the end."
         )
         files += figures.strips(panels, directory / "gates-over-time", caption)
     if look is not None and look.spreads:
         shares = [(s.name, s.kept, s.expected) for s in look.spreads]
         caption = (
-            "Bars: share of the gates of a set by their value at test time (kept), in percent. Orange: the hard concrete "
-            "distribution that training draws from, the mean over the gates (expected): its density per bin, and its "
-            "atoms at 0 and 1."
+            "Bars: share of the gates of a set by their value at test time (kept), in percent. Orange: the hard "
+            "concrete distribution that training draws from, the mean over the gates (expected): its density per bin, "
+            "and its atoms at 0 and 1."
         )
         files += figures.histograms(shares, directory / "gates-at-the-end", caption)
     if look is not None and look.gate_map is not None:
@@ -743,7 +747,7 @@ def run_figures(folder: Folder, directory: Path, index: int = 0) -> list[Path]:
     if look is not None and look.filters is not None:
         z, _ = montage(look.filters.tiles, min(len(look.filters.tiles), 5))
         most = float(np.nanmax(np.abs(z))) or 1.0
-        caption = _filters(look.filters, look.filters_left).caption
+        caption = _filters(look.filters, look.filters_left, run.gated).caption
         files += figures.picture(z, directory / "filters", caption, label="weight", limits=(-most, most))
     return files
 

@@ -26,7 +26,7 @@ from ellzero.recipes import Recipe
 from ellzero.reproduce import interval
 
 Cost = Literal["params", "macs", "l0_norm"]
-PAGE = "page.html"  # of a run, in its folder
+PAGE, IN_A_STACK = "page.html", "page-{}.html"  # of a run, in its folder
 DEEP = 6  # folders below one that was given, in which runs are looked for
 COSTS: dict[Cost, str] = {"params": "parameters", "macs": "MACs", "l0_norm": "density"}
 ERRORS = {"error_last": "at the end of training", "error_best": "the best during training"}
@@ -149,9 +149,9 @@ class _Search:
         if results is None:
             self.note(path, _unfinished(folder))
             return digests
-        page = path / PAGE
-        for recipe, digest, result in zip(folder.recipes, digests, results, strict=True):
+        for index, (recipe, digest, result) in enumerate(zip(folder.recipes, digests, results, strict=True)):
             label = (labels or {}).get(digest, recipe.name)
+            page = path / (PAGE if len(digests) == 1 else IN_A_STACK.format(index))
             self.take(recipe, label, path, result, page if page.is_file() else None)
         return digests
 
@@ -479,7 +479,8 @@ def _chart(number: int, kind: Kind, cost: Cost, error: str, base: Path) -> Chart
     theirs = figures.published(kind.network, cost, which) if kind.data == "mnist" else []
     coloured = kind.groups if 1 < len(kind.groups) <= len(SERIES) else []
     shares = [([group], _short(group.label), colour) for group, colour in zip(coloured, SERIES, strict=False)]
-    traces = [_published(theirs, cost)] if theirs else []
+    spots = [(100 * run.kept[cost], run.errors[error]) for group in kind.groups for run in group.runs]
+    traces = [_published(theirs, cost, spots)] if theirs else []
     for own, name, colour in shares or [(kind.groups, "runs", SERIES[0])]:
         traces += _runs(own, name, colour, cost, error, base)
     several = [group for group in kind.groups if len(group.runs) > 1]
@@ -487,9 +488,8 @@ def _chart(number: int, kind: Kind, cost: Cost, error: str, base: Path) -> Chart
     x, y = [100 * g.kept(cost)[0] for g in front], [g.error(error)[0] for g in front]
     line = {"x": x, "y": y, "mode": "lines", "name": "front", "hoverinfo": "skip"}
     traces.append({**line, "type": "scatter", "line": {"color": "@ink", "width": 1.5, "dash": "dot"}})
-    shown = [run for g in kind.groups for run in g.runs]
-    xs = [100 * run.kept[cost] for run in shown] + [100 * p.cost for p in theirs]
-    ys = [run.errors[error] for run in shown] + [p.error for p in theirs]
+    xs = [at for at, _ in spots] + [100 * p.cost for p in theirs]
+    ys = [at for _, at in spots] + [p.error for p in theirs]
     layout = {
         "xaxis": _axis(xs, f"{COSTS[cost]} kept (% of dense)"),
         "yaxis": _axis(ys, f"test error (%), {ERRORS[error].removeprefix('the ')}"),
@@ -512,8 +512,12 @@ def _dots(x: list[float], y: list[float], name: str) -> dict[str, Any]:
     return {"type": "scatter", "mode": "markers", "x": x, "y": y, "name": name, "hoverinfo": "text"}
 
 
-def _published(points: Sequence[figures.Point], cost: Cost) -> dict[str, Any]:
+def _published(points: Sequence[figures.Point], cost: Cost, others: Sequence[tuple[float, float]]) -> dict[str, Any]:
     trace = _dots([100 * p.cost for p in points], [p.error for p in points], "published")
+    sides = _sides(list(zip(trace["x"], trace["y"], strict=True)), [p.label for p in points], others)
+    trace |= {"mode": "markers+text", "textposition": [side or "top center" for side in sides]}
+    trace["text"] = [_safe(p.label) if side else "" for p, side in zip(points, sides, strict=True)]
+    trace["textfont"] = {"size": 10, "color": "@muted"}
     trace["marker"] = {"symbol": "diamond-open", "size": 9, "color": "@grey", "line": {"width": 1.5}}
     trace["hovertext"] = [
         _lines(
@@ -524,6 +528,42 @@ def _published(points: Sequence[figures.Point], cost: Cost) -> dict[str, Any]:
         for p in points
     ]
     return trace
+
+
+def _sides(
+    spots: Sequence[tuple[float, float]], names: Sequence[str], others: Sequence[tuple[float, float]]
+) -> list[str]:
+    """On which side of its point a name covers no other name and no point; empty where there is no such side.
+
+    In a window of 1100 by 360 pixels, with letters of 6 by 12. In smaller ones the names are not shown.
+    """
+    ways = [_scaled([spot[axis] for spot in (*spots, *others)], size) for axis, size in ((0, 1100), (1, 360))]
+    places = list(zip(*ways, strict=True))
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    out = []
+    for (x, y), name in zip(places, names, strict=False):
+        width = 6 * len(name)
+        for side, left, low in (
+            ("middle right", x + 8, y - 6),
+            ("middle left", x - 8 - width, y - 6),
+            ("top center", x - width / 2, y + 7),
+            ("bottom center", x - width / 2, y - 19),
+        ):
+            box = (left, low, left + width, low + 12)
+            if not any(box[0] < t[2] and t[0] < box[2] and box[1] < t[3] and t[1] < box[3] for t in taken):
+                taken.append(box)
+                out.append(side)
+                break
+        else:
+            out.append("")
+    return out
+
+
+def _scaled(values: Sequence[float], size: float) -> list[float]:
+    """Where numbers are on an axis of so many pixels."""
+    on_axis = [math.log10(v) for v in values] if "type" in _axis(values, "") else list(values)
+    low, high = min(on_axis), max(on_axis)
+    return [size * (v - low) / (high - low) if high > low else size / 2 for v in on_axis]
 
 
 def _means(several: Sequence[Group], cost: Cost, error: str) -> dict[str, Any]:
