@@ -103,7 +103,7 @@ def test_wide_networks_are_trained_as_published() -> None:
 def test_the_demo_needs_no_download_and_guarantees_its_target() -> None:
     r = get("demo")
     assert (r.data, r.cost, r.at_most, r.on, r.finalize) == ("mnist5k", "macs", 0.2, "kept", True)
-    assert r.gate_lr == pytest.approx(10 * r.lr)
+    assert (r.on, r.dual, r.dual_lr) == ("kept", "auto", None)
 
 
 # ---------------------------------------------------------------- text

@@ -469,7 +469,7 @@ def test_the_automatic_controller_does_as_much_in_a_run_of_any_length(epochs: in
         gate.requires_grad_(False)
     for _ in range(epochs):
         list(trainer.train_epoch())
-    assert trainer.lagrangian.multiplier.item() == pytest.approx(0.1 * 1.05**AUTO_FOLDS, rel=1e-2)
+    assert trainer.lagrangian.multiplier.item() == pytest.approx(0.5 * 1.05**AUTO_FOLDS, rel=1e-2)
 
 
 # ---- initialisation -------------------------------------------------------------------------------------------------

@@ -273,23 +273,25 @@ class Trainer:
         r, on_gpu = self.recipe, self.device.type == "cuda"
         template: Any = self.runs.template.network
         counted = {f"network.model.{s.tensor}" for p in template.placements for s in p.counts} if self.gates else set()
-        members = self.runs.values()
-        is_gate = {name: name.startswith("network.gates.") and bool(self.gates) for name in members}
-        groups = [
-            ("weights", [n for n in members if not is_gate[n] and n not in counted], r.lr, r.l2),
-            ("counted", [n for n in members if n in counted], r.lr, 0.0),
-            ("gates", [n for n in members if is_gate[n]], r.lr if r.gate_lr is None else r.gate_lr, 0.0),
-        ]
-        self.rates = {kind: rate for kind, _, rate, _ in groups}
+        members: dict[str, Any] = self.runs.values()
+        gate_rate = r.lr if r.gate_lr is None else r.gate_lr
+        # Parameters that are treated alike form one group: each costs a step two launches, and small ones take no less.
+        groups: dict[tuple[float, bool, bool], list[str]] = {}
+        for name in members:
+            is_gate = bool(self.gates) and name.startswith("network.gates.")
+            by_eq_17 = r.l2 > 0 and (is_gate or name in counted)
+            alike = gate_rate if is_gate else r.lr, not is_gate or r.decay_gates or not r.milestones, by_eq_17
+            groups.setdefault(alike, []).append(name)
         settings: list[dict[str, Any]] = [
             {
-                "kind": kind,
+                "rate": rate,
+                "decays": decays,
+                "by_eq_17": by_eq_17,
                 "params": [members[n] for n in names],
-                "weight_decay": decay,
+                "weight_decay": 0.0 if by_eq_17 else r.l2,
                 "lr": torch.tensor(rate, device=self.device) if on_gpu else rate,  # a captured step reads it each time
             }
-            for kind, names, rate, decay in groups
-            if names
+            for (rate, decays, by_eq_17), names in groups.items()
         ]
         if r.optimizer == "adam":
             self.optimizer: torch.optim.Optimizer = torch.optim.Adam(settings, capturable=on_gpu, fused=on_gpu)
@@ -300,7 +302,9 @@ class Trainer:
         """Makes the step anew: as it is, then captured; compiled where that pays."""
         r = self.recipe
         long = self.device.type == "cuda" and self.ranks == 1 and self.steps_in_all >= _WORTH_COMPILING
-        self.runs.compiled(not self.tuning and (long if r.compile is None else r.compile))
+        compiled = not self.tuning and (long if r.compile is None else r.compile)
+        self.runs.compiled(compiled)
+        self.lagrangian.compiled(compiled)
         self._forward: nn.Module = self.runs
         if self.ranks > 1:
             with warnings.catch_warnings():  # torch 2.13 has another name for it, which 2.11 does not know
@@ -368,8 +372,8 @@ class Trainer:
         loss, cost = torch.stack([s[0] for s in samples]).mean(0), samples[0][1]
         total, seen = loss, None
         if self.gates and not self.tuning:
-            gaps = self.lagrangian.gaps(cost, self.clock)
-            total = loss + self.lagrangian.terms(cost, gaps)
+            terms, gaps = self.lagrangian(cost, self.clock)
+            total = loss + terms
             seen = gaps.detach()
             if self.recipe.on == "kept":  # of the parameters that the step starts from, as the expected one
                 seen = self.lagrangian.gaps(self.runs.evaluate("kept"), self.clock)
@@ -478,8 +482,7 @@ class Trainer:
         decayed = r.decay ** sum(m <= self.epoch for m in r.milestones)
         left = 1 - (self.epoch - r.epochs) / r.finetune_epochs if self.tuning and r.finetune_epochs else 1.0
         for group in self.optimizer.param_groups:
-            rate = self.rates[group["kind"]] * left
-            rate *= decayed if group["kind"] != "gates" or r.decay_gates else 1.0
+            rate = group["rate"] * left * (decayed if group["decays"] else 1.0)
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -620,12 +623,12 @@ class Trainer:
 
     def _fix(self) -> None:
         self.tuning = True
+        for name, value in self.runs.values().items():
+            if self.gates and name.startswith("network.gates."):
+                value.requires_grad_(False)
+                value.grad = None  # the optimizer passes over it
         for group in self.optimizer.param_groups:
-            if group["kind"] == "gates":
-                for gate in group["params"]:
-                    gate.requires_grad_(False)
-                    gate.grad = None  # the optimizer passes over it
-            if group["kind"] == "counted":  # eq. 17 with gates that are open or closed, and no more than that
+            if group["by_eq_17"]:  # with gates that are open or closed, and no more than that
                 group["weight_decay"] = self.recipe.l2 * self.recipe.l2_gated_factor
         self._restart()
 
