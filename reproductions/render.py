@@ -47,7 +47,8 @@ def table(name: str, root: Path = ROOT) -> str:
     assert study.table is not None
     lines = [markdown(study.table(records, "")), "", source(records)]
     if missing:
-        lines[-1] += f" Not stored yet: {', '.join(missing)}."
+        some = len(missing) <= 4
+        lines[-1] += f" Not stored: {', '.join(missing) if some else f'{len(missing)} of {len(study.rows)} rows'}."
     return "\n".join(lines)
 
 
@@ -59,7 +60,7 @@ def source(records: list[Record]) -> str:
 
     commits = ", ".join(dict.fromkeys(f"`{str(r['commit'])[:12]}`" for r in records))
     return (
-        f"{all_of(lambda r: len(r['seeds']))} seeds, {all_of(lambda r: r['recipe']['epochs'])} epochs, "
+        f"{all_of(lambda r: len(r['seeds']))} runs each, {all_of(lambda r: r['recipe']['epochs'])} epochs, "
         f"{all_of(lambda r: r['device'])}, torch {all_of(lambda r: r['torch'])}, commit {commits}."
     )
 

@@ -354,7 +354,7 @@ def test_the_page_gets_tables_and_figures_of_what_is_stored(tmp_path: Path) -> N
     assert blocks["control-200"] == blocks["louizos2018-table1"] == "No results are stored yet."
     assert "| MLP, ε=33 %, difference |" in blocks["gallego2021-extragradient"]
     assert "| LeNet-5 | MACs | 24 |" in blocks["control-40"]
-    assert blocks["control-40"].endswith("3 seeds, 4 epochs, CPU, torch 2.13.0, commit `000000000000`.")
+    assert blocks["control-40"].endswith("3 runs each, 4 epochs, CPU, torch 2.13.0, commit `000000000000`.")
     assert "![control-40](figures/control-40.svg)" in page
     assert "![control-200]" not in page
     copies = render.copies(tmp_path)
@@ -372,7 +372,7 @@ def test_a_page_without_a_marker_is_refused(tmp_path: Path) -> None:
 def test_a_table_says_which_rows_are_missing(tmp_path: Path) -> None:
     store(tmp_path, "louizos2018-table1", known()["louizos2018-table1"], figures=False)
     (tmp_path / "results" / "louizos2018-table1" / "louizos-mlp.json").unlink()
-    assert module("render").table("louizos2018-table1", tmp_path).endswith("Not stored yet: louizos-mlp.")
+    assert module("render").table("louizos2018-table1", tmp_path).endswith("Not stored: louizos-mlp.")
 
 
 def test_studies_are_found_in_a_wheel_s_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,6 +187,14 @@ def test_the_browser_follows_the_run(server: Server, begun: Path, finished: Path
         assert tab.evaluate("document.getElementById('error').same") == "yes"
         assert tab.evaluate("document.getElementById('recipe').open") is True
         assert tab.evaluate("window.scrollY") == 300
+        # A finger on a chart scrolls the page.
+        tab.evaluate("document.getElementById('error').scrollIntoView({block: 'center'})")
+        before = tab.evaluate("window.scrollY")
+        tab.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": 200, "y": 450}])
+        for y in range(430, 230, -20):
+            tab.ask("Input.dispatchTouchEvent", type="touchMove", touchPoints=[{"x": 200, "y": y}])
+        tab.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        tab.wait(f"window.scrollY > {before + 50}")
         assert tab.problems == []
         assert all(url.startswith((server.address, "data:")) for url in tab.requests)
     finally:
