@@ -644,7 +644,7 @@ def _budgets() -> Iterable[Recipe]:
     lenet = mlp.override(name="budget-lenet5", network="lenet5", cost="macs")
     yield lenet
     # A network of a fifth of the MACs, on the images that come with the library, in a minute or two.
-    short = {"epochs": 25, "finetune_epochs": 5, "batch": 100, "gate_lr": 3e-2}
+    short = {"epochs": 16, "finetune_epochs": 4, "batch": 100, "gate_lr": 3e-2}
     yield lenet.override(name="demo", data="mnist5k", at_most=0.2, **short)
 
 
