@@ -94,7 +94,7 @@ class Folder:
         folder = cls(home, list(recipes), _plain(dict(about or {})))
         head = {"format": FORMAT, "format_version": FORMAT_VERSION}
         content = {**head, "recipes": [r.to_dict() for r in folder.recipes], "about": folder.about}
-        _write(home / _RUN, json.dumps(content, indent=2, allow_nan=False) + "\n")
+        write_text(home / _RUN, json.dumps(content, indent=2, allow_nan=False) + "\n")
         return folder
 
     @classmethod
@@ -179,7 +179,7 @@ class Folder:
                 f"{str(self.path / _HISTORY)!r} has {len(lines)} records, and the run wrote {count}: some are lost"
             )
         if (self.path / _HISTORY).exists():
-            _write(self.path / _HISTORY, "".join(_line(record) for record, _ in lines[:count]))
+            write_text(self.path / _HISTORY, "".join(_line(record) for record, _ in lines[:count]))
         self._ends_in_a_record = True
 
     def _lines(self) -> list[tuple[dict[str, Any], int]]:
@@ -220,7 +220,7 @@ class Folder:
         """
         if len(results) != len(self.recipes):
             raise ValueError(f"`results` must be one for each of {len(self.recipes)} recipes, got {len(results)}")
-        _write(self.path / _RESULTS, json.dumps([_plain(r) for r in results], indent=2, allow_nan=False) + "\n")
+        write_text(self.path / _RESULTS, json.dumps([_plain(r) for r in results], indent=2, allow_nan=False) + "\n")
 
     def results(self) -> list[dict[str, Any]] | None:
         """What came out, one for each recipe; None of a run that is not finished.
@@ -290,8 +290,12 @@ def _command(argv: Sequence[str]) -> str:
 # ---------------------------------------------------------------- files
 
 
-def _write(path: Path, text: str) -> None:
-    """All or nothing: a crash at any moment leaves what was there, or the new file."""
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, all or nothing: a crash at any moment leaves what was there, or the new file.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         try:

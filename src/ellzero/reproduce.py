@@ -18,7 +18,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import shutil
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +34,7 @@ from rich.table import Table
 
 from ellzero import costs, training
 from ellzero.data import Dataset
-from ellzero.folders import Folder, FolderError, provenance
+from ellzero.folders import Folder, FolderError, provenance, write_text
 from ellzero.gated import Gated
 from ellzero.recipes import Recipe
 from ellzero.watch import AbstractWatcher
@@ -685,14 +684,4 @@ def by_epoch(seeds: Iterable[Record], value: Callable[[Record], float]) -> tuple
 
 
 def _write(path: Path, content: Any) -> None:
-    """All or nothing: a crash at any moment leaves what was there, or the new file."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps(content, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    write_text(path, json.dumps(content, allow_nan=False) + "\n")

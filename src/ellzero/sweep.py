@@ -16,12 +16,10 @@ import copy
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +32,7 @@ from torch import Tensor, nn
 from ellzero import checkpoint, figures, training
 from ellzero.compact import finalize
 from ellzero.data import Dataset, scaled
-from ellzero.folders import Folder, FolderError, provenance
+from ellzero.folders import Folder, FolderError, provenance, write_text
 from ellzero.lagrangian import COSTS, targets
 from ellzero.recipes import Recipe, from_strings
 from ellzero.reproduce import AT_ONCE, interval, new_table, stack_name, stacks
@@ -711,18 +709,7 @@ def draw(record: Record, out: Path) -> list[Path]:
 
 
 def _write(path: Path, content: Any) -> None:
-    """All or nothing: a crash at any moment leaves what was there, or the new file."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps(content, indent=1, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 __all__ = ["Point", "Sweep", "SweepError", "draw", "memory", "pareto", "room", "run", "table", "values_of"]

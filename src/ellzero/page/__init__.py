@@ -82,7 +82,7 @@ def runs_figures(paths: Iterable[str | os.PathLike[str]], directory: Path) -> li
             points = [point for point in points if 0 < point.cost <= 1]
             if points:
                 name = f"pareto-{kind.network}-{kind.data}-{cost}"
-                theirs = figures.published(kind.network, cost) if kind.data.startswith("mnist") else []
+                theirs = figures.published(kind.network, cost) if kind.data == "mnist" else []
                 files += figures.pareto(points, directory / name, cost=cost, title=kind.title, published=theirs)
     return files
 
