@@ -1238,6 +1238,44 @@ def test_finalize_refuses_an_unreachable_target_and_changes_nothing() -> None:
     assert all(torch.equal(before[k], t) for k, t in gated.state_dict().items())
 
 
+@pytest.mark.parametrize("cost", [l0.params, l0.macs, l0.units, l0.l0_norm], ids=lambda c: c.__name__)
+def test_finalize_fills_what_training_left_unused(cost: Any) -> None:
+    """All but two units of each set closed, and a target of 60 %: units come back until no other one fits."""
+    gated = l0.attach(settled(LeNet((8, 8), 12)), images(2, 1, 14, 14))
+    set_gates(gated, {name: list(range(2, gate.shape.numel())) for name, gate in gated.named_gates()})
+    before, target = gated.opens(), 0.6 * l0.dense(cost, gated)
+    weights = copy.deepcopy(gated.model.state_dict())
+    evidence = {name: gate.evidence().clone() for name, gate in gated.named_gates()}
+    l0.finalize(gated, 0.6, cost)
+    assert torch.equal(gated.opens(), before), "without `fill` nothing that was closed comes back"
+    l0.finalize(gated, 0.6, cost, fill=True)
+    opens = gated.opens()
+    assert bool((opens | ~before).all())
+    assert float(cost(gated, kept=True)) <= target
+    for unit in torch.nonzero(~opens).flatten().tolist():
+        again = opens.clone()
+        again[unit] = True
+        with gated.assuming(again.double()):
+            assert float(cost(gated, kept=True)) > target
+    assert all(torch.equal(weights[k], t) for k, t in gated.model.state_dict().items())
+    for name, gate in gated.named_gates():  # units of a set cost the same: the likelier ones come first
+        new = gate.open() & (torch.arange(gate.shape.numel()) >= 2)
+        if new.any() and not gate.open().all():
+            assert evidence[name][new].min() >= evidence[name][~gate.open()].max()
+        assert bool((gate.value()[new] < 0.25).all())
+    assert_counted(gated, l0.compact(gated), (images(2, 1, 14, 14),))
+
+
+def test_a_set_is_not_emptied_by_closing_many_units_at_once() -> None:
+    """A thousand small units beside few large ones, all as likely: both sets give, and none is used up."""
+    gated = l0.attach(settled(MLP(4, 40, 40, 3)), images(2, 4), where=l0.per_layer)
+    set_gates(gated, {})
+    l0.finalize(gated, 0.2, l0.l0_norm)
+    left = [int(gate.open().sum()) for _, gate in gated.named_gates()]
+    assert float(l0.l0_norm(gated, kept=True)) <= 0.2 * l0.dense(l0.l0_norm, gated)
+    assert min(left[1:]) >= 5, left
+
+
 def test_finalize_by_pattern() -> None:
     gated = l0.attach(settled(LeNet((8, 8), 12)), images(2, 1, 14, 14))
     set_gates(gated, {})

@@ -308,6 +308,31 @@ def test_closing_for_good(gate: AbstractGate) -> None:
     assert location.grad[where].abs().max().item() < 1e-12
 
 
+@pytest.mark.parametrize("rule", [Noiseless(), Median()], ids=["noiseless", "median"])
+@pytest.mark.parametrize("beta", [0.5, 2 / 3, 1.5])
+def test_gates_are_opened_by_little_and_the_others_stay(rule: Any, beta: float) -> None:
+    gate = HardConcreteGate(6, beta=beta, rule=rule)
+    gate.close_(torch.tensor([True] * 4 + [False] * 2))
+    before = gate.log_alpha.detach().clone()
+    where = torch.tensor([True, True, False, False, False, False])
+    gate.open_(where)
+    assert gate.open().tolist() == [True, True, False, False, True, True]
+    assert bool((gate.value()[:2] >= 0.1 - 1e-6).all() and (gate.value()[:2] <= 0.3).all())
+    assert torch.equal(gate.log_alpha[2:], before[2:])
+    rectified = RectifiedGate(3, base=Normal)
+    rectified.close_(torch.tensor([True, True, False]))
+    rectified.open_(torch.tensor([True, False, False]))
+    assert rectified.open().tolist() == [True, False, True]
+    assert rectified.value()[0].item() == pytest.approx(0.1)
+
+
+def test_a_family_that_cannot_be_opened_again_says_so() -> None:
+    gate = LogNormalGate(3)
+    gate.open_(torch.zeros(3, dtype=torch.bool))  # nothing to open
+    with pytest.raises(NotImplementedError, match="LogNormalGate has no `open_`"):
+        gate.open_(torch.tensor([True, False, False]))
+
+
 @pytest.mark.parametrize("where", [torch.ones(3), torch.ones(2, dtype=torch.bool)])
 def test_a_mask_of_another_kind_is_refused(where: Tensor) -> None:
     for gate in (HardConcreteGate(3), RectifiedGate(3)):

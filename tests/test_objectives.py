@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ellzero as l0
 from ellzero import costs, objectives
 from ellzero.gated import Gated, attach
 from ellzero.objectives import (
@@ -986,3 +987,23 @@ def test_a_copy_of_a_network_is_known_and_another_network_is_not() -> None:
     wider = nn.Sequential(nn.Linear(6, 11), nn.ReLU(), nn.Linear(11, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(ValueError, match="has 11 gates instead of 10"):
         constraint(attach(wider, (torch.zeros(1, 6),)))
+
+
+def test_exponentiated_ascent_follows_the_logarithm_of_the_cost_over_the_target() -> None:
+    """With gates that stand still, λ after n steps is start·(cost/target)^(n·rate), and zero where it is met."""
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    gated = l0.attach(net, torch.zeros(1, 6))
+    share = l0.params(gated).item() / l0.dense(l0.params, gated)
+    for at_most in (share / 1.7, share * 1.1):
+        constraint = l0.Constraint(l0.params, at_most, dual=l0.ExponentiatedAscent(rate=0.3, start=0.5, highest=4.0))
+        for n in range(1, 20):
+            constraint(gated)
+            constraint.ascend()
+            expected = min(0.5 * 1.7 ** (0.3 * n), 4.0) if at_most < share else 0.0
+            assert constraint.multiplier.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rate", "start", "highest"])
+def test_exponentiated_ascent_takes_positive_numbers(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` must be a positive number"):
+        l0.ExponentiatedAscent(**{"rate": 0.1, name: 0.0})

@@ -144,6 +144,10 @@ CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[], l0.Constraint]]] = {
         {"cost": "macs", "at_most": 0.2, "on": "kept", "dual": "nupi", "dual_lr": 0.1, "kp": 2.0, "nu": 0.5},
         lambda: l0.Constraint(l0.macs, 0.2, on="kept", dual=l0.NuPI(kp=2.0, ki=0.1, nu=0.5)),
     ),
+    "kept params, automatic": (
+        {"cost": "params", "at_most": 0.2, "on": "kept", "dual": "auto"},
+        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=l0.ExponentiatedAscent(rate=0.5 * 0.1)),
+    ),
     "params by module, extrapolated, warmed up": (
         {"cost": "params", "at_most": {"fc1": 0.3, "fc2": 0.1}, "dual": "extrapolation", "dual_lr": 0.5,
          "target_warmup": 0.8},

@@ -94,7 +94,7 @@ class AbstractGate(nn.Module, ABC):
         """Closes the gates in the mask for good: `value()` is 0 there; all others stay as they are, bit for bit."""
 
     def open_(self, where: Tensor) -> None:
-        """Opens the gates in the mask by little, `value()` is about a tenth there; all others stay as they are.
+        """Opens the gates in the mask by little, `value()` is 0.1 there or somewhat more; all others stay as they are.
 
         Raises:
             NotImplementedError: the family has no such thing, and there is something to open.

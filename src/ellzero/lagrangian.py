@@ -128,7 +128,6 @@ class Lagrangian:
         self.penalty, self.member, self.target = (t.to(device, torch.float32) for t in (penalty, member, target))
         self.constrained = any(groups)
         self.warmup = recipes[0].target_warmup * steps
-        self.relative = recipes[0].dual == "auto"
         self.dual = dual_optimizer(recipes[0], steps)
         self.multiplier = torch.zeros(len(recipes), count, device=device)
         self.memory = {name: torch.zeros_like(self.multiplier) for name in self.dual.memory}
@@ -141,7 +140,7 @@ class Lagrangian:
         if not self.warmup:
             return self.target
         left = (1 - clock / self.warmup).clamp(min=0)
-        return self.target ** (1 - left) if self.relative else self.target + (1 - self.target) * left
+        return self.target ** (1 - left) if self.dual.relative else self.target + (1 - self.target) * left
 
     def gaps(self, cost: Tensor, clock: Tensor) -> Tensor:
         """By how much every constraint is violated by these cost vectors: (runs, parts) to (runs, constraints)."""
@@ -174,9 +173,8 @@ class Lagrangian:
         return self.terms(cost, gaps), gaps
 
     def _move(self, violation: Tensor, clock: Tensor, first: bool) -> None:
-        if self.relative:
-            violation = (violation / self.now(clock)).clamp(min=-1 + 1e-6).log1p()
-        self.dual.step(self.multiplier, violation, self.memory, first=first)
+        seen = self.dual.measured(violation, self.now(clock))
+        self.dual.step(self.multiplier, seen, self.memory, first=first)
 
     def state(self) -> dict[str, Any]:
         """What changes in training."""

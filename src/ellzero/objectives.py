@@ -109,10 +109,16 @@ class Penalty:
 class AbstractDual(ABC):
     """How multipliers follow the violations: a configuration; what it remembers lives in the constraint's buffers.
 
-    `memory` names the tensors it needs beside the multiplier, of the same shape, zero at the beginning.
+    `memory` names the tensors it needs beside the multiplier, of the same shape, zero at the beginning. `relative` says
+    which violation it follows: cost/dense − ε, or log(cost/(dense·ε)).
     """
 
     memory: ClassVar[tuple[str, ...]] = ()
+    relative: ClassVar[bool] = False
+
+    def measured(self, violation: Tensor, target: Tensor) -> Tensor:
+        """The violation that it follows, from cost/dense − ε and ε."""
+        return (violation / target).clamp(min=-1 + 1e-6).log1p() if self.relative else violation
 
     @abstractmethod
     def step(self, multiplier: Tensor, violation: Tensor, memory: Mapping[str, Tensor], first: bool) -> None:
@@ -202,10 +208,11 @@ class ExponentiatedAscent(AbstractDual):
     The level ℓ ← ℓ·exp(η·g) grows by a factor where the constraint is violated and falls by one where it holds, and λ
     is ℓ where it is violated and 0 where it holds, as with dual restarts. The multiplier that a target takes may be
     0.1 or 100, with the network, the cost and the target; an additive step must be tuned to it, this one finds it.
-    Meant for violations that are relative, of the order of one: g = log(cost/target).
+    The violation is relative, g = log(cost/(dense·ε)). Goes well with `on="kept"`.
 
     Args:
-        rate: η, e-folds per unit of violation and step.
+        rate: η, e-folds per unit of violation and step. Half of the gates' learning rate, with Adam, lets it grow as
+            fast as they can follow.
         start: ℓ at the beginning.
         highest: where ℓ ends; `start` is the lowest.
 
@@ -218,6 +225,7 @@ class ExponentiatedAscent(AbstractDual):
     highest: float = 1e3
 
     memory: ClassVar[tuple[str, ...]] = ("level",)
+    relative: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("rate", "start", "highest"):
@@ -412,7 +420,8 @@ class Constraint(nn.Module):
         if violation.is_cpu and not all(map(math.isfinite, violation.tolist())):
             raise RuntimeError(f"`violation` must be finite, got {violation.tolist()}: the multipliers stay")
         memory = {name: self.get_buffer(f"_dual_{name}") for name in self.dual.memory}
-        self.dual.step(self.multiplier, violation, memory, first=self._ascents == 0)
+        seen = self.dual.measured(violation, self.target)
+        self.dual.step(self.multiplier, seen, memory, first=self._ascents == 0)
         self._ascents += 1
         self._fresh = False
         if self.warmup is not None and self._ascents <= self.warmup.steps:
