@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 60.0  # seconds, after which the browser counts as hung
+PATIENCE = 120.0  # seconds that a page may take to load: with other tests beside it, a browser is slow
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # The browser finds its pipes at the numbers 3 and 4. Copies come first: one of ours may have such a number already.
 _LAUNCH = """

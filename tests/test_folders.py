@@ -321,3 +321,15 @@ def test_the_commit_is_that_of_the_tree_which_tracks_the_file(tmp_path: Path, mo
     assert provenance("cpu")["commit"] == "told"
     monkeypatch.delenv("COMMIT")
     assert provenance("cpu")["commit"] is None
+
+
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
+    """The lock is one of the process: a second opening of the same folder stands for another one."""
+    folder = Folder.create(tmp_path / "run", [get("demo")])
+    before = sorted(path.name for path in folder.path.iterdir())
+    with folder.locked():
+        with pytest.raises(FolderError, match="is being trained by another process"), Folder.open(folder.path).locked():
+            pass
+        assert sorted(path.name for path in folder.path.iterdir()) == before
+    with Folder.open(folder.path).locked():
+        pass

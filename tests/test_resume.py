@@ -194,12 +194,15 @@ def test_killed_when_all_is_done_but_the_results(
 # ---------------------------------------------------------------- Ctrl-C
 
 
-def test_ctrl_c_ends_after_the_step_and_saves(server: processes.Server, uninterrupted: Folder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_it_after_the_step_and_saves(
+    number: signal.Signals, server: processes.Server, uninterrupted: Folder, tmp_path: Path
+) -> None:
     folder, progress = Folder.create(tmp_path / "run", [GATED]), tmp_path / "progress"
     progress.touch()
     job = server.start("train", folder=str(folder.path), save_seconds=1000.0, progress=str(progress), pause=0.05)
     processes.until(lambda: progress.stat().st_size >= 7)
-    job.kill(signal.SIGINT)
+    job.kill(number)
     assert job.wait() == 1
     done = progress.stat().st_size
     assert done < 35

@@ -643,3 +643,12 @@ def test_ctrl_c_ends_a_run_after_the_step() -> None:
     assert watcher.done == 3
     assert watcher.ended
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_best_error_is_of_a_network_within_the_target() -> None:
+    """What was better before units were closed was another network."""
+    trainer = Trainer([recipe(at_most=0.2, finalize=True, finetune_epochs=2)], few())
+    errors = {False: [5.0], True: [9.0, 7.0]}
+    base = {"run": "tiny", "seed": 0, "seconds": 1.0, "loss": 0.1}
+    trainer.history = [{**base, "epoch": 1, "error": e, "tuning": t} for t, several in errors.items() for e in several]
+    assert trainer.results()[0]["error_best"] == 7.0

@@ -22,8 +22,8 @@ import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -31,6 +31,11 @@ import torch
 
 from ellzero.recipes import Recipe
 from ellzero.saving import installed_version
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT, FORMAT_VERSION = "ellzero.run", 1
 _RUN, _HISTORY, _CHECKPOINTS, _RESULTS = "run.json", "history.jsonl", "checkpoints", "results.json"
@@ -130,6 +135,25 @@ class Folder:
     def checkpoints(self) -> Path:
         """The folder of the checkpoints, whether it exists or not."""
         return self.path / _CHECKPOINTS
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from training in this folder; the lock goes with the process, however it ends.
+
+        Raises:
+            FolderError: another process has it.
+        """
+        if fcntl is None:  # Windows has no such lock
+            yield
+            return
+        with open(self.path / _RUN, encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise FolderError(f"{str(self.path)!r} is being trained by another process") from error
+            except OSError:  # a file system without locks
+                pass
+            yield
 
     # ---- history ----------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Recipe:
         cost: what the constraint bounds: "l0_norm", "params" or "macs".
         at_most: ε, a fraction of the dense cost; or {pattern: ε}, a constraint each. None without one.
         on: whether the multipliers follow the "expected" or the "kept" cost.
-        dual: how they do: "auto" (`objectives.NuPI` with gains that fit the length of the run, see `lagrangian`),
+        dual: how they do: "auto" (`objectives.ExponentiatedAscent`, as fast as run and gates allow, see `lagrangian`),
             "ascent", "nupi" or "extrapolation".
         dual_lr: their step, the integral gain of "nupi"; 1e-4 if absent. Must be absent with "auto".
         restarts: with "ascent", whether a multiplier is set to zero where its constraint holds.

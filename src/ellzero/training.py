@@ -143,15 +143,19 @@ def restore(folder: Folder, dataset: Dataset) -> Trainer:
 
 @final
 class _Interrupt:
-    """Turns the first Ctrl-C into a wish, so that the step can be finished; the second is the usual one."""
+    """Turns the first Ctrl-C, or SIGTERM, into a wish, so that the step can be finished; the second is the usual one.
+
+    Of several processes SIGTERM is the launcher's word that another one is gone (`parallel`): there is no next step.
+    """
 
     def __init__(self) -> None:
         self.asked, self.since = False, 0.0
 
     def __enter__(self) -> _Interrupt:
-        self.before = None
+        self.before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGINT, self._ask)
+            numbers = (signal.SIGINT,) if parallel.launched() else (signal.SIGINT, signal.SIGTERM)
+            self.before = {number: signal.signal(number, self._ask) for number in numbers}
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
@@ -163,8 +167,8 @@ class _Interrupt:
             self.asked, self.since = True, time.monotonic()
 
     def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 # ---------------------------------------------------------------- from a recipe to a network
@@ -657,10 +661,12 @@ class Trainer:
         out = []
         for run, recipe in enumerate(self.recipes):
             mine = self.history[run :: self.runs.size]  # `note` writes one record of each run at a time
+            # Where units are closed in the end, what was better before was another network, and too large.
+            its_own = [h for h in mine if h["tuning"]] if recipe.finalize else mine
             result: dict[str, Any] = {
                 "recipe": recipe.to_dict(),
                 "seed": recipe.seed,
-                "error_best": min(h["error"] for h in mine),
+                "error_best": min(h["error"] for h in its_own),
                 "error_last": mine[-1]["error"],
                 "seconds": sum(h["seconds"] for h in mine),
                 "runs_in_stack": self.runs.size,

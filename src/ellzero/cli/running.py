@@ -237,6 +237,7 @@ def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> Non
     size = file.stat().st_size / 1e6
     say(
         "",
+        *_cut(folder),
         f"Test error of the {kind} network: {error:.2f} % ({parameters:,} parameters).",
         f"The {kind} network: {file} ({size:.2f} MB)",
         f"Recipe, history, checkpoints, results: {folder.path}",
@@ -244,6 +245,20 @@ def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> Non
         "In Python:",
         *(f"    {line}" for line in loading(recipe, file)),
     )
+
+
+def _cut(folder: Folder) -> list[str]:
+    """What `finalize` had to do: much of it means that the gates had too little time."""
+    recipe, history = folder.recipes[0], folder.history()
+    learned = [h for h in history if not h["tuning"]]
+    if not recipe.finalize or not learned:
+        return []
+    before, after = learned[-1], history[-1]
+    kept = [f"{100 * h['kept'][recipe.cost]:.1f} %" for h in (before, after)]
+    return [
+        f"When the gates had learned, {kept[0]} of {recipe.cost} were kept, with {before['error']:.2f} % error; "
+        f"`finalize` made it {kept[1]}."
+    ]
 
 
 def _page(folder: Folder, network: nn.Module, dataset: Any) -> Path | str:

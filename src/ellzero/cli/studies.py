@@ -198,7 +198,9 @@ def _show(study: Study, records: list[Record]) -> None:
     runs = sorted({len(r["seeds"]) for r in records})
     devices = ", ".join(dict.fromkeys(str(r["device"]) for r in records))
     seeds = f"{' or '.join(map(str, runs))} seed{'s' * (runs != [1])}"
-    table = study.table(records, f"{study.title}; {devices}, {seeds}")
+    epochs = " or ".join(str(n) for n in sorted({r["recipe"]["epochs"] for r in records}))
+    data = " and ".join(dict.fromkeys(r["recipe"]["data"] for r in records))
+    table = study.table(records, f"{study.title}; {data}, {epochs} epochs, {devices}, {seeds}")
     if sys.stdout.isatty():
         show(table)
     else:

@@ -120,7 +120,7 @@ def _headlines(run: Run) -> list[tuple[str, str, str]]:
     out: list[tuple[str, str, str]] = []
     errors = [e for e in run.seen("error") if e is not None]
     if errors:
-        out.append(("Test error", f"{errors[-1]:.2f} %", f"best {min(errors):.2f} %"))
+        out.append(("Test error", f"{errors[-1]:.2f} %", f"lowest in training, at any size: {min(errors):.2f} %"))
     left = run.look.report if run.look is not None else None
     if left is not None:
         rows = [("Parameters kept", left.params)] + ([("MACs kept", left.macs)] if left.macs is not None else [])
