@@ -4,10 +4,10 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Test processes: each imports torch and starts its compiler anew, which for a short suite costs more than it brings.
+# Test processes, each with whole files: a file's tests share what is dear to make, such as a browser (JOBS=0: in one).
 # One thread in each: the networks in the tests are small, and the sums come out alike on every machine.
-JOBS   ?= 0
-PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS)
+JOBS   ?= 2
+PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -20,7 +20,7 @@ demo: $(VENV)/.installed-page  ## train LeNet-5 at 20 % of its MACs, compact it,
 	@rm -rf runs/demo
 	$(BIN)/python -m ellzero train demo --out runs/demo
 
-test: lint  ## run the linter, the type checker, and all tests and doctests (JOBS=2: in two processes)
+test: lint  ## run the linter, the type checker, and all tests and doctests (JOBS=0: in one process)
 	@$(PYTEST)
 
 lint: $(VENV)/.installed-test  ## run the linter and the type checker only

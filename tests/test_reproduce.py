@@ -476,7 +476,7 @@ def test_the_command_trains_prints_stores_and_goes_on(capsys: pytest.CaptureFixt
     only = ["--only", "gallego-mlp*"]
     assert main([*TABLE, *only]) == 0
     printed = capsys.readouterr().out
-    assert "Gallego-Posada et al. (2021), Table 1; CPU" in printed
+    assert "Gallego-Posada et al. (2021), Table 1; mnist5k, 1 epoch, CPU" in printed
     assert "198-233-100" in printed
     out = Path("runs/reproduce/gallego2021-table1")
     assert f"results: {out}" in printed

@@ -198,9 +198,10 @@ def _show(study: Study, records: list[Record]) -> None:
     runs = sorted({len(r["seeds"]) for r in records})
     devices = ", ".join(dict.fromkeys(str(r["device"]) for r in records))
     seeds = f"{' or '.join(map(str, runs))} seed{'s' * (runs != [1])}"
-    epochs = " or ".join(str(n) for n in sorted({r["recipe"]["epochs"] for r in records}))
+    lengths = sorted({r["recipe"]["epochs"] for r in records})
+    epochs = f"{' or '.join(map(str, lengths))} epoch{'s' * (lengths != [1])}"
     data = " and ".join(dict.fromkeys(r["recipe"]["data"] for r in records))
-    table = study.table(records, f"{study.title}; {data}, {epochs} epochs, {devices}, {seeds}")
+    table = study.table(records, f"{study.title}; {data}, {epochs}, {devices}, {seeds}")
     if sys.stdout.isatty():
         show(table)
     else:
