@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import ellzero as l0
 from ellzero import zoo
 from ellzero.recipes import _CHECKS, RECIPES, Recipe, from_strings, get, load_toml
+from ellzero.training import WHERE
 
 # ---------------------------------------------------------------- the papers' rows
 
@@ -53,7 +54,7 @@ def gates(recipe: Recipe) -> dict[str, int]:
     x = torch.zeros(2, 3, 32, 32) if recipe.network.startswith("wrn") else torch.zeros(2, 1, 28, 28)
     nets = {"lenet300": zoo.LeNet300, "lenet5": zoo.LeNet5}
     net = nets[recipe.network]() if recipe.network in nets else zoo.WideResNet(28, 1)
-    where = l0.per_layer if recipe.placement == "per_layer" else l0.shrinkable
+    where = WHERE[recipe.placement or ""]
     return {name: gate.shape.numel() for name, gate in l0.attach(net, (x,), where=where).named_gates()}
 
 
@@ -220,7 +221,7 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(text: str, message: str, tm
         ("network", "wrn-4-1", 'must be "lenet300"'),
         ("data", "imagenet", 'must be "mnist" or "mnist5k" or "cifar10" or "cifar100"'),
         ("init", 2018, 'must be "2018" or "2021"'),
-        ("placement", "weights", 'must be "shrinkable" or "per_layer"'),
+        ("placement", "weights", 'must be "shrinkable" or "per_layer" or "blocks"'),
         ("drop_rates", {}, "must be a number for each pattern"),
         ("drop_rates", 0.5, "must be a number for each pattern"),
         ("at_most", 40, "must be a fraction of the dense cost in (0, 1]"),
@@ -336,6 +337,7 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
     others |= {"drop_rates": {"*": 0.4}, "rule": "median", "cost": "macs", "at_most": 0.4, "on": "kept"}
     others |= {"dual": "ascent", "restarts": False, "optimizer": "adam", "ema": 0.9, "scaling": "unit"}
     others |= {"milestones": (1,), "decay": 0.5, "precision": "bfloat16", "compile": False, "nesterov": True}
+    others |= {"shrink_at": (3,)}
     alone = {"penalty", "dropout", "name"}  # the first two need another network or another objective beside them
     for name in sorted({f.name for f in fields(Recipe)} - alone - others.keys()):
         value = getattr(base, name)
@@ -354,4 +356,4 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
 
 def test_digests_are_the_same_in_every_process() -> None:
     """A changed field or default makes older checkpoints foreign: this number then changes, and knowingly."""
-    assert get("louizos-mlp").digest()[:16] == "8702ebdd3daa0c30"
+    assert get("louizos-mlp").digest()[:16] == "d216010879312582"

@@ -77,7 +77,7 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
         )
     """
     _check(gated)
-    plan = gated.plan()
+    plan = gated.plan().beyond(gated.taken)
     with torch.no_grad():
         small = _folded(gated, gated.model)
         plan.apply(small)
@@ -256,6 +256,7 @@ def _filled(gated: Gated, opens: Tensor, cost: Cost, targets: Mapping[Any, float
         before = opens.clone()
         # Nothing that costs nothing: an input of a map that is closed would be open on paper alone.
         closed = ~opens & (_savings(gated, opens, cost, only) > 0)
+        closed &= ~torch.as_tensor(gated.gone(), device=opens.device)  # nothing is left there to open
         opens = _refilled(gated, closed=closed, opens=opens.clone(), cost=cost, only=only, target=target)
         others = [(o, f) for o, f in targets.items() if o != only]
         if any(

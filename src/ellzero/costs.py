@@ -47,7 +47,7 @@ def l0_norm(gated: Gated, *, kept: bool = False, only: str | None = None) -> Ten
     counts, shared = _counted(gated, only, p.dtype)
     total = p @ counts
     for tensor, sites in shared.items():
-        factor = _product(gated, tensor, sites, p)
+        factor = _product(gated, gated.graph.shapes[tensor], sites, p)
         total = total + factor.sum() * (prod(gated.graph.shapes[tensor]) / factor.numel())
     return total
 
@@ -56,7 +56,7 @@ def l2_norm(gated: Gated, *, kept: bool = False, only: str | None = None, detach
     """The squared norm of the weights that gates count, each as likely there as its gates are open.
 
     E‖θ̂‖₂² = Σ_g P(z_g ≠ 0) Σ_j θ̃_j² (Louizos et al., eqs. 14, 15 and 17). Where it acts, the optimizer's own weight
-    decay must be 0 (`Gated.param_groups(counted_weight_decay=0)`).
+    decay must be 0 (`Gated.param_groups(counted_weight_decay=0)`). Weights that `Gated.shrink` took out have no norm.
 
     Args:
         gated: the network.
@@ -68,8 +68,8 @@ def l2_norm(gated: Gated, *, kept: bool = False, only: str | None = None, detach
     p = p.detach() if detach_gates else p
     members = dict(gated.model.named_parameters())
     total = p.new_zeros(())
-    for tensor, sites in _counting_sites(gated, only).items():
-        factor = _product(gated, tensor, sites, p)
+    for tensor, sites in _counting_sites(gated, only, gated.present).items():
+        factor = _product(gated, members[tensor].shape, sites, p)
         square = members[tensor].to(p.dtype).square()
         summed = [d for d in range(square.ndim) if factor.shape[d] == 1 and square.shape[d] > 1]
         total = total + ((square.sum(summed, keepdim=True) if summed else square) * factor).sum()
@@ -214,12 +214,14 @@ def _terms(which: str, gated: Gated, kept: bool, only: str | None) -> tuple[Any,
     return census, census.expected(*gated.alive(), gated.census_tables[which]), chosen
 
 
-def _counting_sites(gated: Gated, only: str | None) -> dict[str, list[tuple[int, Placement, Any]]]:
+def _counting_sites(
+    gated: Gated, only: str | None, placements: Sequence[Placement]
+) -> dict[str, list[tuple[int, Placement, Any]]]:
     """For each tensor the sites that count it: where their gates start, and the site."""
     chosen = _matches([p.name for p in gated.placements], only, "a set of gates")
     out: dict[str, list[tuple[int, Placement, Any]]] = {}
     start = 0
-    for placement, take in zip(gated.placements, chosen, strict=True):
+    for placement, take in zip(placements, chosen, strict=True):
         for site in placement.counts if take else ():
             out.setdefault(site.tensor, []).append((start, placement, site))
         start += prod(placement.shape)
@@ -231,11 +233,11 @@ def _counted(gated: Gated, only: str | None, dtype: torch.dtype) -> tuple[Tensor
     key = ("counted", only, dtype)
     if key not in gated.memo and torch.compiler.is_compiling():  # which tensors are shared cannot be asked in a graph
         none = torch.zeros(gated.liveness.size, dtype=dtype, device=gated.tables["ends"].device)
-        return none, _counting_sites(gated, only)
+        return none, _counting_sites(gated, only, gated.placements)
     if key not in gated.memo:
         counts = torch.zeros(gated.liveness.size, dtype=torch.float64)
         shared = {}
-        for tensor, sites in _counting_sites(gated, only).items():
+        for tensor, sites in _counting_sites(gated, only, gated.placements).items():
             start, _, site = sites[0]
             if len(sites) > 1 or (site.units < 0).any():
                 shared[tensor] = sites
@@ -247,14 +249,18 @@ def _counted(gated: Gated, only: str | None, dtype: torch.dtype) -> tuple[Tensor
     return found
 
 
-def _product(gated: Gated, tensor: str, sites: Sequence[Any], p: Tensor) -> Tensor:
-    """The product of the probabilities of all gates that count `tensor`, in a shape that broadcasts to it."""
-    shape = gated.graph.shapes[tensor]
+def _product(gated: Gated, shape: Sequence[int], sites: Sequence[Any], p: Tensor) -> Tensor:
+    """The product of the probabilities of all gates that count a tensor of `shape`, in one that broadcasts to it."""
     extended = torch.cat([p, p.new_ones(1)])
     out: Tensor | None = None
     for start, _, site in sites:
-        index = torch.as_tensor(site.units, device=p.device)
-        index = torch.where(index < 0, len(p), index + start)
+        key = ("index", start, site.tensor, site.dims, tuple(shape))
+        index = gated.memo.get(key)
+        if index is None:
+            index = torch.as_tensor(site.units, device=p.device)
+            index = torch.where(index < 0, len(p), index + start)
+            if not torch.compiler.is_compiling():  # once: a captured step cannot bring it to the device
+                gated.memo[key] = index
         factor = extended[index].reshape([shape[d] if d in site.dims else 1 for d in range(len(shape))])
         out = factor if out is None else out * factor
     assert out is not None

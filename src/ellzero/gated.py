@@ -7,8 +7,10 @@ network. This file does not know what an open gate costs, nor how a network is m
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
@@ -20,15 +22,16 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_map
 
 from ellzero import gates as gt
-from ellzero.axes import Axis, Graph
+from ellzero.axes import Axis, Graph, Site
 from ellzero.census import count_macs, count_params, count_units
 from ellzero.gates import AbstractGate, HardConcreteGate
 from ellzero.liveness import liveness
 from ellzero.placements import Placement, Where, shrinkable
-from ellzero.removal import Plan, make_plan
+from ellzero.removal import Mask, Plan, make_plan
 from ellzero.trace import as_inputs, places, trace
 from ellzero.trial import proven
 
@@ -142,6 +145,9 @@ class Gated(nn.Module):
         model: the user's model, shared.
         graph: what shrinks together in it.
         placements: which gates multiply and count what.
+        taken: the plan of what was taken out of the model for good (`shrink`), or `None`. All that counts, and the
+            gates, go on meaning the model as it was attached to.
+        present: the placements as they lie on the tensors that the model has now.
         gates: the gate modules, by name ("." written as "/").
         memo: what costs worked out about this network once, emptied when it moves.
     """
@@ -166,10 +172,8 @@ class Gated(nn.Module):
         self.example_inputs = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, example_inputs)
         reference = next(p for p in model.parameters())
         self.gates.to(reference.device, torch.float64 if reference.dtype == torch.float64 else None)
-        where = {t: [tuple(name.split(".")) for name in names] for t, names in places(model).items()}
-        self._targets = {
-            t: (graph.shapes[t], where[t], _factors(t, graph, placements)) for t in _multiplied(placements)
-        }
+        self.taken: Plan | None = None
+        self._aim()
         self.census = {
             "params": count_params(graph, self.liveness),
             "macs": count_macs(graph, self.liveness),
@@ -289,13 +293,93 @@ class Gated(nn.Module):
             inputs = [x.cpu().numpy() > 0.5 for x in self.liveness.inputs(extended, self.tables)]
             evidence = self._unit_evidence()
         entries = dict(zip(self.liveness.entries, inputs, strict=True))
+        if self.taken is not None and self._assumed is None:
+            units = units & self.taken.units
         return make_plan(self.graph, units, entries=entries, evidence=evidence, refuse=refuse)
 
     def _unit_evidence(self) -> npt.NDArray[np.float64]:
-        """For each unit the weakest of the gates that all its readers share: only used to choose among closed units."""
+        """For each unit the weakest of the gates that all its readers share: only used to choose among closed units.
+        What was taken out cannot come back.
+        """
         evidence = self.evidence().double().cpu().numpy()
         padded = np.concatenate([evidence, np.full(self.liveness.one + 2 - len(evidence), np.inf)])
-        return np.asarray(padded[self.liveness.common].min(1))
+        weakest = np.asarray(padded[self.liveness.common].min(1))
+        return weakest if self.taken is None else np.where(self.taken.units, weakest, -np.inf)
+
+    # ---- smaller for good ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def shrink(self, plan: Plan) -> Plan:
+        """Takes units out of the model for good, in place.
+
+        The model's tensors become smaller. Gates, their noise, costs and plans stay those of the whole network: a gate
+        that nothing is left of is closed for good, and every other one keeps its number. The parameters that change
+        are new ones; an optimizer has to be told.
+
+        Args:
+            plan: of the network as it was attached to, with what was taken out before. Single inputs (`selects`) and
+                whole layers (`closed`) stay.
+
+        Returns:
+            What was to be done to the model as it was: the plan that also slices moments and averages of its
+            parameters.
+
+        Raises:
+            ValueError: the plan brings a unit back, or takes more than units out, or there is a grouped convolution;
+                nothing is changed.
+        """
+        for name, module in self.model.named_modules():
+            if isinstance(module, _ConvNd) and module.groups > 1:  # sizes would not say any more how many groups it had
+                raise ValueError(f"`{name}` is a grouped convolution, and a network with one cannot shrink in steps")
+        if plan.selects or plan.closed:
+            raise ValueError("`plan` must take out units and leave layers and single inputs, got one that does not")
+        if self.taken is not None and (plan.units & ~self.taken.units).any():
+            raise ValueError("`plan` must not bring back a unit that was taken out before, got one that does")
+        step = plan.beyond(self.taken)
+        step.apply(self.model)
+        self.taken = plan
+        self._aim()
+        self._settle()
+        start, gone = 0, self.gone()
+        for _, gate in self.named_gates():
+            size = gate.shape.numel()
+            mask = torch.as_tensor(gone[start : start + size], device=gate.phi()[0].device)
+            gate.close_(mask.reshape(gate.shape))
+            start += size
+        return step
+
+    def gone(self) -> Mask:
+        """For every gate, flat, whether all that it multiplied has been taken out."""
+        parts = []
+        for placement in self.present:
+            mask = np.full(prod(placement.shape), self.taken is not None)
+            for site in placement.multiplies:
+                mask[site.units[site.units >= 0]] = False
+            parts.append(mask)
+        return np.concatenate(parts)
+
+    @torch.no_grad()
+    def expanded(self) -> Gated:
+        """A copy in which what `shrink` took out is back, as zeros behind closed gates: the same function."""
+        out = copy.deepcopy(self)
+        if out.taken is None:
+            return out
+        out.taken.undo(out.model, self.graph.shapes)
+        out.taken = None
+        out._aim()
+        out._settle()
+        return out
+
+    def _aim(self) -> None:
+        """Works out what the gates multiply in the model as it is now."""
+        plan, graph = self.taken, self.graph
+        self.present = self.placements if plan is None else tuple(_left(p, plan) for p in self.placements)
+        where = {t: [tuple(name.split(".")) for name in names] for t, names in places(self.model).items()}
+        members = dict(self.model.named_parameters())
+        self._targets: dict[str, Any] = {}
+        for t in _multiplied(self.placements):
+            shape = graph.shapes[t] if plan is None else tuple(members[t].shape)
+            self._targets[t] = shape, where[t], _factors(t, shape, self.present)
 
     # ---- the forward -------------------------------------------------------------------------------------------------
 
@@ -432,7 +516,27 @@ def _multiplied(placements: Sequence[Placement]) -> list[str]:
     return list(dict.fromkeys(s.tensor for p in placements for s in p.multiplies))
 
 
-def _factors(tensor: str, graph: Graph, placements: Sequence[Placement]) -> list[tuple[int, int, Any, tuple[int, ...]]]:
+def _left(placement: Placement, plan: Plan) -> Placement:
+    """The placement on sliced tensors; gates keep their numbers."""
+
+    def cut(site: Site) -> Site:
+        units = site.units
+        for axis, dim in enumerate(site.dims):
+            index = plan.rows.get(site.tensor, {}).get(dim)
+            units = units if index is None else np.take(units, index, axis)
+        if site.tensor in plan.columns and len(site.dims) > 1:
+            columns = plan.columns[site.tensor]
+            units = np.take_along_axis(units, columns.reshape(*columns.shape, *[1] * (units.ndim - 2)), 1)
+        return replace(site, units=units)
+
+    return replace(
+        placement, multiplies=tuple(map(cut, placement.multiplies)), counts=tuple(map(cut, placement.counts))
+    )
+
+
+def _factors(
+    tensor: str, sizes: Sequence[int], placements: Sequence[Placement]
+) -> list[tuple[int, int, Any, tuple[int, ...]]]:
     """For each set of gates on a weight: its number, how z is laid out (repeats, or an index), and the shape that
     broadcasts.
     """
@@ -441,7 +545,7 @@ def _factors(tensor: str, graph: Graph, placements: Sequence[Placement]) -> list
         for site in placement.multiplies:
             if site.tensor != tensor:
                 continue
-            shape = tuple(graph.shapes[tensor][d] if d in site.dims else 1 for d in range(len(graph.shapes[tensor])))
+            shape = tuple(size if d in site.dims else 1 for d, size in enumerate(sizes))
             n, units = prod(placement.shape), site.units.ravel()
             repeats = units.size // n if units.size % n == 0 else 0
             in_order = repeats and np.array_equal(units, np.repeat(np.arange(n), repeats))

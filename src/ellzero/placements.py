@@ -52,7 +52,7 @@ def shrinkable(graph: Graph, *, streams: bool = False) -> list[Placement]:
     return [Placement(a.name, (a.size,), a.readers, a.readers) for a in chosen]
 
 
-def per_layer(graph: Graph) -> list[Placement]:
+def per_layer(graph: Graph, *, only: str = "*") -> list[Placement]:
     """The papers' own placement: a gate per input of each fully connected layer (the network's input included) and
     per output map of each convolution, each counting its own layer's weights (Louizos et al., section 2.4; |g| in eq.
     16).
@@ -60,6 +60,10 @@ def per_layer(graph: Graph) -> list[Placement]:
     A map's gate multiplies whatever reads the map, which for ReLU and max-pooling is the same function as multiplying
     the map itself, and counts the map's incoming weights and its bias: |g| = C_in·k·k + 1. A convolution whose maps
     cannot shrink (they are the output, say) gets none.
+
+    Args:
+        graph: what `trace` found.
+        only: pattern of the layers that get gates, e.g. `partial(l0.per_layer, only="blocks.*.conv1")`.
 
     Raises:
         ValueError: where several convolutions write one axis (a residual stream), which one gate per convolution
@@ -71,6 +75,8 @@ def per_layer(graph: Graph) -> list[Placement]:
     placements = []
     for tensor, shape in graph.shapes.items():
         layer = tensor.rpartition(".")[0] or tensor
+        if not fnmatchcase(layer, only):
+            continue
         if len(shape) == 2 and tensor in graph.reading and tensor not in graph.two_faced:
             (dim,) = graph.reading[tensor]
             site = Site(tensor, (dim,), np.arange(shape[dim]), "reads")

@@ -35,7 +35,8 @@ class Recipe:
         data: "mnist", "mnist5k", "cifar10" or "cifar100".
         init: how weights are drawn: `zoo.initialize_2018` or `zoo.initialize_2021`.
         dropout: rate on the hidden layer of every block of a WRN.
-        placement: where gates go: "shrinkable" or "per_layer"; None for the dense network, trained by the same loop.
+        placement: where gates go: "shrinkable", "per_layer", or "blocks" for the hidden layer of every block of a WRN,
+            each gate counting what makes its map; None for the dense network, trained by the same loop.
         drop_rates: p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).
         rule: the gate at test time: "noiseless" (Louizos et al., eq. 13) or "median".
         penalty: c of λ = c/N, where N is the number of training images; or {pattern: c}. None without one.
@@ -68,12 +69,18 @@ class Recipe:
         samples: L of eq. 9, draws of the gates for each batch.
         extra_gradient: whether every step is taken with the gradient at a look-ahead (Korpelevich, 1976), of weights,
             gates and multipliers; at two gradients a step.
+        shrink_at: epochs after which units that have been closed for long are taken out for good; those after `epochs`
+            never come.
+        shrink_checks: at how many ends of an epoch in a row the test-time gate must have been zero for that.
+        shrink_multiple: widths are rounded up to a multiple of it, the most probable of these units staying.
+        shrink_gain: an event that takes out a smaller share of the present MACs is skipped.
         finalize: whether units are closed at the end until the kept cost is within `at_most`.
         finetune_epochs: further epochs after `epochs`, and after `finalize`, with fixed gates and learning rates that
             fall to zero on a line.
         recalibrate: whether batch-norm statistics are gathered anew with the gates as they are at test time.
         precision: "float32", or "bfloat16" for autocast.
         compile: whether `torch.compile` is used; None where it pays.
+        channels_last: whether images and convolutions have their channels last in memory.
         seed: of everything random.
 
     Raises:
@@ -96,7 +103,7 @@ class Recipe:
     init: Literal["2018", "2021"] = "2018"
     dropout: float = 0.0
     # gates
-    placement: Literal["shrinkable", "per_layer"] | None = "shrinkable"
+    placement: Literal["shrinkable", "per_layer", "blocks"] | None = "shrinkable"
     drop_rates: dict[str, float] = field(default_factory=lambda: {"*": 0.5})
     rule: Literal["noiseless", "median"] = "noiseless"
     # objective
@@ -129,6 +136,11 @@ class Recipe:
     augment: bool = False
     samples: int = 1
     extra_gradient: bool = False
+    # smaller on the way
+    shrink_at: tuple[int, ...] = ()
+    shrink_checks: int = 3
+    shrink_multiple: int = 32
+    shrink_gain: float = 0.1
     # the end
     finalize: bool = False
     finetune_epochs: int = 0
@@ -136,6 +148,7 @@ class Recipe:
     # how it is run
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool | None = None
+    channels_last: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -438,7 +451,7 @@ _CHECKS: dict[str, _Check] = {
     "data": _choice("mnist", "mnist5k", "cifar10", "cifar100"),
     "init": _choice("2018", "2021"),
     "dropout": _RATE,
-    "placement": _optional(_choice("shrinkable", "per_layer")),
+    "placement": _optional(_choice("shrinkable", "per_layer", "blocks")),
     "drop_rates": _by_pattern(_real("a number in (0, 1)", lambda x: 0 < x < 1)),
     "rule": _choice("noiseless", "median"),
     "penalty": _optional(_one_or_many(_NOT_NEGATIVE)),
@@ -469,11 +482,16 @@ _CHECKS: dict[str, _Check] = {
     "augment": _flag,
     "samples": _whole(1),
     "extra_gradient": _flag,
+    "shrink_at": _epochs,
+    "shrink_checks": _whole(1),
+    "shrink_multiple": _whole(1),
+    "shrink_gain": _RATE,
     "finalize": _flag,
     "finetune_epochs": _whole(0),
     "recalibrate": _flag,
     "precision": _choice("float32", "bfloat16"),
     "compile": _optional(_flag),
+    "channels_last": _flag,
     "seed": _whole(0),
 }
 _NAMES = tuple(f.name for f in fields(Recipe))
@@ -497,10 +515,18 @@ def _contradictions(recipe: Recipe) -> Iterable[str]:
     for name in ("penalty", "at_most"):
         if not gates and getattr(r, name) is not None:
             yield f"`{name}` must be absent without gates (`placement`), got {getattr(r, name)}"
+    if r.placement == "blocks" and not r.network.startswith("wrn"):
+        yield f'`placement` must be "shrinkable" or "per_layer" for {r.network!r}, which has no blocks, got "blocks"'
+    if r.shrink_at and r.shrink_at[0] < r.shrink_checks:
+        yield (
+            f"`shrink_at` must begin at epoch {r.shrink_checks} or later, after `shrink_checks` checks, "
+            f"got {list(r.shrink_at)}"
+        )
     constrained = r.at_most is not None
     for name, allowed, why in (
         ("finalize", constrained, "without `at_most`, its target"),
         ("target_warmup", constrained, "without `at_most`, the target that would come down"),
+        ("shrink_at", gates, "without gates (`placement`), which say what can be taken out"),
         ("finetune_epochs", gates, "without gates (`placement`): they are epochs with fixed gates"),
         ("dual_lr", r.dual != "auto", "with `dual` 'auto', which finds its own"),
         ("kp", r.dual == "nupi", f"with `dual` {r.dual!r}: it is a gain of 'nupi'"),
@@ -567,9 +593,8 @@ def _papers() -> Iterable[Recipe]:
 def _wide() -> Iterable[Recipe]:
     """WRN-28-10 on CIFAR, gates on the hidden layer of each block.
 
-    `per_layer` cannot tell the writers of a residual stream apart, and `shrinkable` finds just these gates. Its
-    `l0_norm` counts the weights that read a map, where the papers count those that write it: the two differ in the
-    first block of each group, which has fewer channels coming in.
+    `per_layer` cannot tell the writers of a residual stream apart, and `shrinkable` finds one axis more, the maps of
+    the first convolution. "blocks" has the papers' gates, and counts for a map the weights that write it, as they do.
     """
     dense = Recipe(  # Zagoruyko & Komodakis (2016)
         name="wrn-cifar10",
@@ -589,11 +614,11 @@ def _wide() -> Iterable[Recipe]:
         augment=True,
     )
     louizos = dense.override(  # Louizos et al. (2018), section 4.2: their own L2 on gated weights, ÷ 0.7
-        placement="shrinkable", drop_rates={"*": 0.3}, penalty=0.001, l2_gated_factor=1 / 0.7, ema=0.99
+        placement="blocks", drop_rates={"*": 0.3}, penalty=0.001, l2_gated_factor=1 / 0.7, ema=0.99
     )
     gallego = dense.override(  # the 2022 code of Gallego-Posada et al.: gates by SGD of their own, never decayed
         init="2021",
-        placement="shrinkable",
+        placement="blocks",
         drop_rates={"*": 0.3},
         rule="median",
         at_most=_blocks(0.7),

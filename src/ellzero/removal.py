@@ -8,7 +8,7 @@ layer that reads or writes nothing any more. This file does not know what a gate
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -58,9 +58,55 @@ class Plan:
             tensor = tensor.gather(1, columns.reshape(*columns.shape, *[1] * (tensor.ndim - 2)).expand(shape))
         return tensor
 
+    def spread(self, name: str, small: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The way back from `slice`: a tensor of `shape` with `small` where it was, and zeros where nothing stayed."""
+        if name not in self.rows and name not in self.columns:
+            return small
+        full = small.new_zeros(shape)
+        where = self.slice(name, torch.arange(full.numel(), device=small.device).reshape(shape))
+        return full.reshape(-1).index_copy(0, where.reshape(-1), small.reshape(-1)).reshape(shape)
+
+    def beyond(self, done: Plan | None) -> Plan:
+        """What of this plan is left to do in a network where `done` has been carried out.
+
+        Args:
+            done: a plan of the same network that keeps all that this one does, without `columns`, `selects` and
+                `closed`.
+        """
+        if done is None:
+            return self
+        if done.columns or done.selects or done.closed or (self.units & ~done.units).any():
+            raise ValueError("`done` must keep every unit that this plan keeps, and every layer as it is")
+        rows: dict[str, dict[int, Labels]] = {}
+        for name, dims in self.rows.items():
+            for dim, index in dims.items():
+                there = done.rows.get(name, {}).get(dim)
+                if there is None or len(there) > len(index):
+                    rows.setdefault(name, {})[dim] = index if there is None else np.searchsorted(there, index)
+        return Plan(self.units, rows, self.columns, self.selects, self.closed)
+
     def apply(self, model: nn.Module) -> None:
         """Carries the plan out on `model`, in place: slices every tensor, then brings the modules in line."""
         modules = dict(model.named_modules(remove_duplicate=False))
+        self._change(modules, self.slice)
+        for name, index in self.selects.items():
+            put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
+        for path in self.closed:
+            put_closed(model, path)
+
+    def undo(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Puts zeros where the plan took entries out, in place: the way back from `apply` without `selects` and
+        `closed`.
+
+        Args:
+            model: that it was carried out on.
+            shapes: of all parameters and buffers as they were.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._change(modules, lambda name, tensor: self.spread(name, tensor, shapes[name]))
+
+    def _change(self, modules: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> None:
+        """Puts something new in the place of every tensor that the plan names."""
         owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for path, module in modules.items():
             for key in [*module._parameters, *module._buffers]:
@@ -74,7 +120,7 @@ class Plan:
                 if not names:
                     continue
                 old = getattr(places[0][0], places[0][1])
-                new: Tensor = self.slice(names[0], old.detach()).contiguous()
+                new: Tensor = change(names[0], old.detach()).contiguous(memory_format=_format(old))
                 if isinstance(old, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=old.requires_grad)
                 for module, key, _ in places:  # tied weights stay tied
@@ -83,10 +129,11 @@ class Plan:
                     touched[id(module)] = module
         for module in touched.values():
             resize(module)
-        for name, index in self.selects.items():
-            put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
-        for path in self.closed:
-            put_closed(model, path)
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 @final

@@ -89,6 +89,12 @@ class Objective(nn.Module):
         sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
         return torch.stack([part.sum() for part in gated.opens().split(sizes)])
 
+    def opens(self) -> Tensor:
+        """Which gates are open at test time, one set after the other."""
+        gated: Any = self.network
+        out: Tensor = gated.opens()
+        return out
+
     def probabilities(self) -> Tensor:
         """P(z ≠ 0) of all gates, one set after the other."""
         gated: Any = self.network

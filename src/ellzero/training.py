@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from ellzero import checkpoint, costs, gates, parallel, placements, zoo
+from ellzero import checkpoint, costs, gates, parallel, placements, shrinking, zoo
 from ellzero.compact import finalize
 from ellzero.data import Dataset, crop_and_flip, epoch_generator, scaled
 from ellzero.folders import Folder
@@ -35,10 +35,16 @@ from ellzero.gated import Gated, attach
 from ellzero.lagrangian import COSTS, Lagrangian, parts
 from ellzero.objectives import Constraint
 from ellzero.recipes import Recipe
+from ellzero.removal import Plan
 from ellzero.runs import Objective, Runs
 from ellzero.watch import AbstractWatcher
 
 STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
+WHERE: dict[str, placements.Where] = {
+    "shrinkable": placements.shrinkable,
+    "per_layer": placements.per_layer,
+    "blocks": partial(placements.per_layer, only="blocks.*.conv1"),
+}
 _ECHO_SECONDS = 5.0
 _PAD = 4  # black pixels around an image that is cropped
 _WORTH_COMPILING = 50_000  # steps: compilation takes as long as some ten thousand of them
@@ -116,7 +122,8 @@ def train(
                     raise Stopped(f"stopped after epoch {trainer.epoch}, step {trainer.position}")
             if trainer.done:
                 trainer.recalibrate()
-            if trainer.epoch % every == 0 or trainer.epoch == trainer.recipe.epochs or trainer.done:
+            last = trainer.epoch == trainer.recipe.epochs or trainer.done
+            if trainer.epoch % every == 0 or last or trainer.event is not None:
                 records = trainer.note()
                 if folder is not None and writes:
                     folder.log(records)
@@ -192,13 +199,12 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated
     if recipe.placement is not None:
         rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
         makers = {p: partial(gates.HardConcreteGate, drop_rate=r, rule=rule) for p, r in recipe.drop_rates.items()}
-        where = placements.per_layer if recipe.placement == "per_layer" else placements.shrinkable
-        gated = attach(model, (scaled(dataset.train_x[:2].cpu()),), gate=makers, where=where)
+        gated = attach(model, (scaled(dataset.train_x[:2].cpu()),), gate=makers, where=WHERE[recipe.placement])
     if recipe.init == "2018":
         zoo.initialize_2018(model)
     else:
         # Gates of `per_layer` have the name of the layer whose weights make up for them; others belong to no one layer.
-        names = [name for name, _ in gated.named_gates()] if gated and recipe.placement == "per_layer" else []
+        names = [name for name, _ in gated.named_gates()] if gated and recipe.placement != "shrinkable" else []
         zoo.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
     return (None, model.to(device)) if gated is None else (gated.to(device), model)
 
@@ -233,6 +239,7 @@ class Trainer:
         self.parts = parts(recipes, self.gates) if self.gates else []
         self.runs = Runs([Objective(g, m, self.parts, recipe.precision == "bfloat16") for g, m in built])
         self.runs.to(self.device)
+        self._lay_out()
         self.lagrangian = Lagrangian(
             recipes,
             self.parts,
@@ -253,6 +260,8 @@ class Trainer:
         self.seconds = 0.0  # of training since the last record
         self.tuning = False
         self.history: list[dict[str, Any]] = []
+        self.closed_for = np.zeros(first.liveness.size if first is not None else 0, dtype=np.int64)  # checks in a row
+        self.event: dict[str, Any] | None = None  # what shrinking did, until it is in the history
         self._images = self._source()
         self._restart()
 
@@ -265,6 +274,9 @@ class Trainer:
                 raise ValueError(f"`recipes` of one stack must agree in {', '.join(differ)}")
         if r.augment and len(self.recipes) > 1:
             raise ValueError("`augment` cannot be in a stack: train its seeds one after the other")
+        for name in ("shrink_at", "channels_last"):
+            if getattr(r, name) and len(self.recipes) > 1:
+                raise ValueError(f"`{name}` cannot be in a stack: train its seeds one after the other")
         if self.steps_per_epoch < 1:
             raise ValueError(f"`batch` must be at most the {len(self.data.train_x)} training images, got {r.batch}")
         if self.ranks > 1 and len(self.recipes) > 1:
@@ -301,6 +313,11 @@ class Trainer:
             self.optimizer: torch.optim.Optimizer = torch.optim.Adam(settings, capturable=on_gpu, fused=on_gpu)
         else:
             self.optimizer = torch.optim.SGD(settings, momentum=r.momentum, nesterov=r.nesterov, fused=on_gpu)
+
+    def _lay_out(self) -> None:
+        """Puts the channels of convolutions last in memory, if the recipe says so."""
+        if self.recipe.channels_last:
+            self.runs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def _restart(self) -> None:
         """Makes the step anew: as it is, then captured; compiled where that pays."""
@@ -432,7 +449,32 @@ class Trainer:
         parallel.from_first(list(self.runs.template.buffers()))  # batch norm saw another share in each process
         parallel.refuse_different({**self.runs.values(), "multiplier": self.lagrangian.multiplier})
         self.losses.tolist()  # waits for the device
+        if self.recipe.shrink_at and not self.tuning:
+            self._check()
+            if self.epoch in self.recipe.shrink_at:
+                self.shrink()
         self.seconds += time.perf_counter() - started
+
+    def _check(self) -> None:
+        """Counts for every gate at how many checks in a row it was closed at test time."""
+        opens = self.runs.evaluate("opens", values=self.values())[0].cpu().numpy()
+        self.closed_for = np.where(opens, 0, self.closed_for + 1)
+
+    def shrink(self) -> None:
+        """Takes out for good the units that have been closed for long, if that is worth it; notes it as `event`."""
+        r, gated = self.recipe, cast(Gated, self.runs.template.network)
+        plan = shrinking.propose(gated, self.closed_for >= r.shrink_checks, r.shrink_multiple)
+        found = shrinking.event(gated, plan)
+        gain = 1 - found["macs"]["after"] / found["macs"]["before"]
+        self.event = {**found, "skipped": gain <= 0 or gain < r.shrink_gain}
+        if not self.event["skipped"]:
+            self._take_out(plan)
+
+    def _take_out(self, plan: Plan) -> None:
+        gated = cast(Gated, self.runs.template.network)
+        correction = 1 - (self.recipe.ema or 0) ** float(self.clock)
+        shrinking.carry_out(self.runs.template, gated, plan, self.optimizer, self.average, correction)
+        self._restart()
 
     def _epoch(self) -> tuple[Tensor, Tensor]:
         """The order of the images and the gates' noise of this epoch: functions of (seed, epoch), run by run.
@@ -473,6 +515,8 @@ class Trainer:
         x = self._images[index]
         if self.recipe.augment:
             x = self.images(x.flatten(0, 1)).view(x.shape)
+        if self.recipe.channels_last:  # there is one run, so the leading dimension is in nobody's way
+            x = x[0].contiguous(memory_format=torch.channels_last)[None]
         return x, self.data.train_y[index]
 
     def images(self, bytes_: Tensor) -> Tensor:
@@ -539,7 +583,10 @@ class Trainer:
         wrong = torch.zeros(self.runs.size, device=self.device)
         pairs = list(zip(self.data.test_x.split(chunk), self.data.test_y.split(chunk), strict=True))
         for x, y in pairs[self.rank :: self.ranks]:
-            logits = self.runs.evaluate("logits", self.images(x), values=values)
+            images = self.images(x)
+            if self.recipe.channels_last:
+                images = images.contiguous(memory_format=torch.channels_last)
+            logits = self.runs.evaluate("logits", images, values=values)
             wrong += (logits.argmax(-1) != y).sum(1)
         out = {"error": 100 * parallel.total(wrong) / len(self.data.test_y)}
         if self.gates:
@@ -548,8 +595,12 @@ class Trainer:
         return out
 
     def network(self, run: int) -> nn.Module:
-        """One run's network with the parameters that count, in evaluation: a `Gated`, or the dense network."""
-        return self.runs.network(run, self.values()).eval()
+        """One run's network with the parameters that count, in evaluation: a `Gated`, or the dense network.
+
+        What shrinking took out is back in it, as zeros behind closed gates, so that it is the network of the recipe.
+        """
+        network = self.runs.network(run, self.values())
+        return (network.expanded() if isinstance(network, Gated) and network.taken is not None else network).eval()
 
     def note(self) -> list[dict[str, Any]]:
         """Evaluates every run and adds a record of each to the history: these records.
@@ -584,7 +635,10 @@ class Trainer:
                 record["open"] = dict(zip(self.gates, seen["open"][run], strict=True))
                 if self.runs.size == 1:  # to draw it; of a stack it would be long
                     record["prob_open"] = self._packed_probabilities()
+            if self.event is not None:
+                record["shrunk"] = self.event
             records.append(record)
+        self.event = None
         self.history += records
         self.losses.zero_()
         self.seconds, self.summed = 0.0, 0
@@ -688,7 +742,12 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that the rest of the run depends on, as tensors and plain data."""
+        shrunk: dict[str, Any] = {}
+        if self.recipe.shrink_at:
+            units = shrinking.there(cast(Gated, self.runs.template.network))
+            shrunk = {"units": torch.as_tensor(units), "closed_for": torch.as_tensor(self.closed_for)}
         return {
+            **({"shrinking": shrunk} if shrunk else {}),
             "values": {n: v.detach() for n, v in self.runs.values().items()},
             "buffers": dict(self.runs.template.named_buffers()),
             "optimizer": self.optimizer.state_dict()["state"],
@@ -704,6 +763,8 @@ class Trainer:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up a state; the history is the caller's to bring."""
+        if "shrinking" in state:
+            self._shrink_like(state["shrinking"])
         if state["tuning"]:
             self._fix()
         else:
@@ -719,10 +780,23 @@ class Trainer:
             self.losses.copy_(state["own"][self.rank]["losses"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": dict(state["optimizer"]), "param_groups": groups})
+        for parameter, known in self.optimizer.state.items():  # a file has its tensors contiguous
+            for key, value in known.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape != torch.Size():
+                    known[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         self.lagrangian.load(state["lagrangian"])
         for name in _COUNTERS:
             setattr(self, name, state[name])
         checkpoint.set_random_state(state["own"][self.rank]["random"], self.device)
+
+    def _shrink_like(self, state: Mapping[str, Any]) -> None:
+        gated, units = cast(Gated, self.runs.template.network), state["units"].cpu().numpy()
+        present = shrinking.there(gated)
+        if (units & ~present).any():
+            raise ValueError("`state` must be of a network that is no larger than this one: load it into a new trainer")
+        if (present & ~units).any():
+            self._take_out(shrinking.planned(gated, units))
+        self.closed_for = state["closed_for"].cpu().numpy().copy()
 
     def _own(self) -> dict[str, Any]:
         """What is another in each process."""
