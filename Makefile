@@ -16,7 +16,7 @@ PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.installed-page  ## train LeNet-5 at 20 % of its MACs, compact it, print the report, make its page: 2-3 minutes
+demo: $(VENV)/.installed-page  ## train LeNet-5 at 20 % of its MACs, compact it, print the report, make its page: a minute or two
 	@rm -rf runs/demo
 	$(BIN)/python -m ellzero train demo --out runs/demo
 
