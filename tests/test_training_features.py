@@ -14,6 +14,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.data import Dataset, epoch_generator, scaled, stand_in
+from ellzero.folders import Folder, FolderError
 from ellzero.lagrangian import AUTO_FOLDS
 from ellzero.recipes import Recipe
 from ellzero.training import DivergedError, Stopped, Trainer, build, train
@@ -652,3 +654,13 @@ def test_the_best_error_is_of_a_network_within_the_target() -> None:
     base = {"run": "tiny", "seed": 0, "seconds": 1.0, "loss": 0.1}
     trainer.history = [{**base, "epoch": 1, "error": e, "tuning": t} for t, several in errors.items() for e in several]
     assert trainer.results()[0]["error_best"] == 7.0
+
+
+def test_a_folder_that_another_process_trains_in_is_left_alone(tmp_path: Path) -> None:
+    folder = Folder.create(tmp_path / "run", [recipe(at_most=0.2)])
+    folder.log([{"epoch": 1}])
+    with folder.locked(), pytest.raises(FolderError, match="is being trained by another process"):
+        train(folder.recipes, few(), Folder.open(folder.path))
+    assert folder.history() == [{"epoch": 1}]
+    train(folder.recipes, few(), folder)
+    assert folder.results() is not None

@@ -86,8 +86,9 @@ def train(
         The trainer, at the end of its runs.
 
     Raises:
-        Stopped: Ctrl-C came; the step was finished and the run saved.
+        Stopped: Ctrl-C or SIGTERM came; the step was finished and the run saved.
         DivergedError: the loss of a run is not a number any more.
+        FolderError: another process trains in the folder.
 
     Example:
         >>> from ellzero.data import stand_in
@@ -97,11 +98,13 @@ def train(
         True
     """
     trainer = Trainer(recipes, dataset)
-    if folder is not None:
-        trainer.resume(folder)
     writes, watchers = parallel.rank() == 0, list(watchers) if parallel.rank() == 0 else []
     with ExitStack() as after:
         after.callback(trainer.part)
+        if folder is not None:
+            if writes:
+                after.enter_context(folder.locked())
+            trainer.resume(folder)
         interrupt = after.enter_context(_Interrupt())
         for watcher in watchers:
             after.callback(watcher.end)
@@ -716,7 +719,7 @@ class Trainer:
         for run, recipe in enumerate(self.recipes):
             mine = self.history[run :: self.runs.size]  # `note` writes one record of each run at a time
             # Where units are closed in the end, what was better before was another network, and too large.
-            its_own = [h for h in mine if h["tuning"]] if recipe.finalize else mine
+            its_own = ([h for h in mine if h["tuning"]] if recipe.finalize else mine) or mine
             result: dict[str, Any] = {
                 "recipe": recipe.to_dict(),
                 "seed": recipe.seed,
