@@ -93,8 +93,12 @@ class AbstractGate(nn.Module, ABC):
     def close_(self, where: Tensor) -> None:
         """Closes the gates in the mask for good: `value()` is 0 there; all others stay as they are, bit for bit."""
 
-    def open_(self, where: Tensor) -> None:
-        """Opens the gates in the mask by little, `value()` is 0.1 there or somewhat more; all others stay as they are.
+    def open_(self, where: Tensor, *, wide: bool = False) -> None:
+        """Opens the gates in the mask; all others stay as they are.
+
+        Args:
+            where: which.
+            wide: whether `value()` is 1 there; else it is 0.1 or somewhat more, by little.
 
         Raises:
             NotImplementedError: the family has no such thing, and there is something to open.
@@ -409,12 +413,13 @@ class HardConcreteGate(AbstractGate):
         self.log_alpha.copy_(torch.where(where, closed.to(self.log_alpha.dtype), self.log_alpha))
 
     @torch.no_grad()
-    def open_(self, where: Tensor) -> None:
+    def open_(self, where: Tensor, *, wide: bool = False) -> None:
         _check_mask(where, self.shape)
         # Eq. 13 is v at log α = logit((v − γ)/(ζ − γ)), the median at β times that: the higher of the two.
-        share = (_AJAR - self.gamma) / (self.zeta - self.gamma)
-        ajar = math.log(share / (1 - share))
-        log_alpha = torch.maximum(torch.as_tensor(self.beta * ajar), torch.tensor(ajar)).to(self.log_alpha)
+        share = ((1 if wide else _AJAR) - self.gamma) / (self.zeta - self.gamma)
+        edge = math.log(share / (1 - share))
+        log_alpha = torch.maximum(torch.as_tensor(self.beta * edge), torch.tensor(edge)).to(self.log_alpha)
+        log_alpha -= _CLOSED if wide else 0
         self.log_alpha.copy_(torch.where(where, log_alpha, self.log_alpha))
 
     def extra_repr(self) -> str:
@@ -509,9 +514,9 @@ class RectifiedGate(AbstractGate):
         self.loc.copy_(torch.where(where, closed.to(self.loc.dtype), self.loc))
 
     @torch.no_grad()
-    def open_(self, where: Tensor) -> None:
+    def open_(self, where: Tensor, *, wide: bool = False) -> None:
         _check_mask(where, self.shape)
-        self.loc.copy_(torch.where(where, torch.tensor(_AJAR).to(self.loc), self.loc))
+        self.loc.copy_(torch.where(where, torch.tensor(1.0 if wide else _AJAR).to(self.loc), self.loc))
 
     def extra_repr(self) -> str:
         name = getattr(self.base, "__name__", repr(self.base))

@@ -8,8 +8,7 @@ it does not know networks or data.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, final
 
@@ -131,7 +130,6 @@ class Lagrangian:
         self.dual = dual_optimizer(recipes[0], steps)
         self.multiplier = torch.zeros(len(recipes), count, device=device)
         self.memory = {name: torch.zeros_like(self.multiplier) for name in self.dual.memory}
-        self.compiled(False)
 
     def now(self, clock: Tensor) -> Tensor:
         """The targets after so many steps: those of the recipes, or on the way down to them from 1, on a line or, with
@@ -152,27 +150,11 @@ class Lagrangian:
 
     def __call__(self, cost: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
         """Terms and gaps."""
-        with warnings.catch_warnings():  # the compiler looks at `.grad` of what it is given, and is warned for it
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf Tensor")
-            both: tuple[Tensor, Tensor] = self._both(cost, clock)
-        return both
-
-    def ascend(self, violation: Tensor, clock: Tensor, first: bool) -> None:
-        """Moves the multipliers: by cost/dense − target, or, with "auto", by log(cost/(dense·target))."""
-        self._move(violation, clock, True) if first else self._later(violation, clock, False)
-
-    def compiled(self, yes: bool) -> None:
-        """From here on does its arithmetic compiled, a few launches instead of many, or as it is."""
-        self._both: Callable[..., Any] = self._terms_and_gaps
-        self._later: Callable[..., Any] = self._move
-        if yes:
-            self._both, self._later = (torch.compile(f, dynamic=False) for f in (self._both, self._later))
-
-    def _terms_and_gaps(self, cost: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
         gaps = self.gaps(cost, clock)
         return self.terms(cost, gaps), gaps
 
-    def _move(self, violation: Tensor, clock: Tensor, first: bool) -> None:
+    def ascend(self, violation: Tensor, clock: Tensor, first: bool) -> None:
+        """Moves the multipliers: by cost/dense − target, or, with "auto", by log(cost/(dense·target))."""
         seen = self.dual.measured(violation, self.now(clock))
         self.dual.step(self.multiplier, seen, self.memory, first=first)
 

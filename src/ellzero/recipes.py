@@ -74,6 +74,9 @@ class Recipe:
         shrink_checks: at how many ends of an epoch in a row the test-time gate must have been zero for that.
         shrink_multiple: widths are rounded up to a multiple of it, the most probable of these units staying.
         shrink_gain: an event that takes out a smaller share of the present MACs is skipped.
+        settle_at: epoch after which the gates settle: units are closed, or opened, until the kept cost is just within
+            `at_most`; what is closed is taken out for good, the other gates are folded into the weights, which train
+            on alone. None, or an epoch after `epochs`, for gates that learn to the end.
         finalize: whether units are closed at the end until the kept cost is within `at_most`.
         finetune_epochs: further epochs after `epochs`, and after `finalize`, with fixed gates and learning rates that
             fall to zero on a line.
@@ -141,6 +144,7 @@ class Recipe:
     shrink_checks: int = 3
     shrink_multiple: int = 32
     shrink_gain: float = 0.1
+    settle_at: int | None = None
     # the end
     finalize: bool = False
     finetune_epochs: int = 0
@@ -486,6 +490,7 @@ _CHECKS: dict[str, _Check] = {
     "shrink_checks": _whole(1),
     "shrink_multiple": _whole(1),
     "shrink_gain": _RATE,
+    "settle_at": _optional(_whole(1)),
     "finalize": _flag,
     "finetune_epochs": _whole(0),
     "recalibrate": _flag,
@@ -522,11 +527,16 @@ def _contradictions(recipe: Recipe) -> Iterable[str]:
             f"`shrink_at` must begin at epoch {r.shrink_checks} or later, after `shrink_checks` checks, "
             f"got {list(r.shrink_at)}"
         )
+    if r.settle_at is not None and r.settle_at <= max(r.shrink_at, default=0):
+        yield f"`settle_at` must come after `shrink_at`, got {r.settle_at} and {list(r.shrink_at)}"
+    if r.settle_at is not None and r.finetune_epochs:
+        yield "`finetune_epochs` must be 0 with `settle_at`, after which the weights train alone"
     constrained = r.at_most is not None
     for name, allowed, why in (
         ("finalize", constrained, "without `at_most`, its target"),
         ("target_warmup", constrained, "without `at_most`, the target that would come down"),
         ("shrink_at", gates, "without gates (`placement`), which say what can be taken out"),
+        ("settle_at", gates, "without gates (`placement`), which could settle"),
         ("finetune_epochs", gates, "without gates (`placement`): they are epochs with fixed gates"),
         ("dual_lr", r.dual != "auto", "with `dual` 'auto', which finds its own"),
         ("kp", r.dual == "nupi", f"with `dual` {r.dual!r}: it is a gain of 'nupi'"),
@@ -612,6 +622,8 @@ def _wide() -> Iterable[Recipe]:
         epochs=200,
         scaling="standard",
         augment=True,
+        precision="bfloat16",
+        channels_last=True,
     )
     louizos = dense.override(  # Louizos et al. (2018), section 4.2: their own L2 on gated weights, ÷ 0.7
         placement="blocks", drop_rates={"*": 0.3}, penalty=0.001, l2_gated_factor=1 / 0.7, ema=0.99
@@ -634,7 +646,10 @@ def _wide() -> Iterable[Recipe]:
         for c in (0.001, 0.002):
             yield louizos.override(name=f"louizos-wrn-{c}-{data}", data=data, penalty=c)
         for percent in (80, 70, 50, 35, 20):
-            yield gallego.override(name=f"gallego-wrn-{percent}-{data}", data=data, at_most=_blocks(percent / 100))
+            paper = gallego.override(name=f"gallego-wrn-{percent}-{data}", data=data, at_most=_blocks(percent / 100))
+            yield paper
+            # Ours: the gates choose in the first epochs, and the small network trains on alone.
+            yield paper.override(name=f"shrink-wrn-{percent}-{data}", settle_at=10, recalibrate=True)
 
 
 def _blocks(at_most: float) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +116,24 @@ def _call(cost: costs.Cost, gated: Gated, only: str | None) -> Tensor:
     return cost(gated) if only is None else cost(gated, only=only)
 
 
+def _reads_one_map(conv: nn.Conv2d) -> bool:
+    plain = conv.stride == conv.dilation == (1, 1) and conv.padding == (0, 0) and conv.padding_mode == "zeros"
+    return conv.in_channels == conv.groups == 1 and plain
+
+
+def _as_product(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution of images of one map, image by image, as products of matrices.
+
+    Of a stack, `vmap` makes a convolution with a group for each run. Where that reads one map in each group, torch has
+    slow kernels for it: forward and backward took two fifths of a step of ten LeNet-5.
+    """
+    height, width = (n - k + 1 for n, k in zip(x.shape[-2:], conv.kernel_size, strict=True))
+    columns = F.unfold(x, conv.kernel_size)
+    out = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), columns)
+    out = out if bias is None else out + bias[:, None]
+    return out.view(*out.shape[:2], height, width)
+
+
 class _Evaluation(nn.Module):
     """Calls another method of an `Objective` under `functional_call`."""
 
@@ -152,7 +171,9 @@ class Runs(nn.Module):
                 self.register_parameter(
                     name.replace(".", "|"), nn.Parameter(torch.stack([m[name].detach() for m in members]))
                 )
-        self.compiled(False)
+            for module in first.modules():
+                if isinstance(module, nn.Conv2d) and _reads_one_map(module):
+                    module._conv_forward = partial(_as_product, module)  # type: ignore[method-assign]
 
     @property
     def template(self) -> Objective:
@@ -175,22 +196,10 @@ class Runs(nn.Module):
     def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Task loss (runs,) and cost fractions (runs, parts) of one batch for each run: `x` is (runs, batch, …)."""
         if self.alone is not None:
-            loss, cost = self._alone[0](x[0], y[0], noise[0])
+            loss, cost = self.alone(x[0], y[0], noise[0])
             return loss[None], cost[None]
-        out: tuple[Tensor, Tensor] = self._all(self.values(), x, y, noise)
+        out: tuple[Tensor, Tensor] = vmap(self._one, randomness="different")(self.values(), x, y, noise)
         return out
-
-    def _stacked(self, values: dict[str, Tensor], *args: Tensor) -> Any:
-        return vmap(self._one, randomness="different")(values, *args)
-
-    def compiled(self, yes: bool) -> None:
-        """From here on runs the forward (and its backward) compiled, or as it is."""
-        if yes and self.template.gated:
-            with torch.no_grad():
-                self.template.costs()  # finds what patterns mean and remembers it: the compiler cannot trace that
-        self._all = torch.compile(self._stacked, fullgraph=True, dynamic=False) if yes else self._stacked
-        one: Any = torch.compile(self.alone, dynamic=False) if yes and self.alone is not None else self.alone
-        self._alone = [one]  # in a list, so that it is not a second name for the same module
 
     def _one(self, values: dict[str, Tensor], *args: Tensor) -> Any:
         return functional_call(self.template, values, args)
@@ -209,6 +218,8 @@ class Runs(nn.Module):
     def network(self, run: int, values: dict[str, Tensor] | None = None) -> nn.Module:
         """A copy of one run's network (a `Gated`, unless dense) with its parameters."""
         out = copy.deepcopy(self.template.network)
+        for module in out.modules():
+            module.__dict__.pop("_conv_forward", None)  # see `_as_product`: for stacks alone
         own = dict(out.named_parameters())
         with torch.no_grad():
             for name, value in (self.values() if values is None else values).items():

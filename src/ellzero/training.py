@@ -15,10 +15,10 @@ import threading
 import time
 import warnings
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, cast, final
 
 import numpy as np
@@ -47,7 +47,7 @@ WHERE: dict[str, placements.Where] = {
 }
 _ECHO_SECONDS = 5.0
 _PAD = 4  # black pixels around an image that is cropped
-_WORTH_COMPILING = 50_000  # steps: compilation takes as long as some ten thousand of them
+_WORTH_COMPILING = {"lenet": 50_000, "wrn": 15_000}  # steps: compilation takes as long as what so many of them save
 
 
 @final
@@ -261,7 +261,8 @@ class Trainer:
         self.losses = torch.zeros(self.runs.size, device=self.device)  # summed since the last record
         self.epoch = self.position = self.ascents = self.summed = 0
         self.seconds = 0.0  # of training since the last record
-        self.tuning = False
+        self.tuning = False  # whether the gates are fixed
+        self.averaging = bool(self.average)
         self.history: list[dict[str, Any]] = []
         self.closed_for = np.zeros(first.liveness.size if first is not None else 0, dtype=np.int64)  # checks in a row
         self.event: dict[str, Any] | None = None  # what shrinking did, until it is in the history
@@ -277,13 +278,15 @@ class Trainer:
                 raise ValueError(f"`recipes` of one stack must agree in {', '.join(differ)}")
         if r.augment and len(self.recipes) > 1:
             raise ValueError("`augment` cannot be in a stack: train its seeds one after the other")
-        for name in ("shrink_at", "channels_last"):
+        for name in ("shrink_at", "settle_at", "channels_last"):
             if getattr(r, name) and len(self.recipes) > 1:
                 raise ValueError(f"`{name}` cannot be in a stack: train its seeds one after the other")
         if self.steps_per_epoch < 1:
             raise ValueError(f"`batch` must be at most the {len(self.data.train_x)} training images, got {r.batch}")
         if self.ranks > 1 and len(self.recipes) > 1:
             raise ValueError(f"`recipes` must be one for {self.ranks} processes, got {len(self.recipes)}")
+        if self.ranks > 1 and r.compile:
+            raise ValueError(f"`compile` must be absent or false for {self.ranks} processes, got true")
         if r.batch % self.ranks:
             raise ValueError(f"`batch` must be a multiple of the {self.ranks} processes, got {r.batch}")
 
@@ -325,10 +328,15 @@ class Trainer:
     def _restart(self) -> None:
         """Makes the step anew: as it is, then captured; compiled where that pays."""
         r = self.recipe
-        long = self.device.type == "cuda" and self.ranks == 1 and self.steps_in_all >= _WORTH_COMPILING
-        compiled = not self.tuning and (long if r.compile is None else r.compile)
-        self.runs.compiled(compiled)
-        self.lagrangian.compiled(compiled)
+        worth = _WORTH_COMPILING["wrn" if r.network.startswith("wrn") else "lenet"]
+        long = self.device.type == "cuda" and self.ranks == 1 and self._steps_to_come() >= worth
+        self._sum: Callable[..., Any] = self._lagrange
+        self._ascend: Callable[..., Any] = self.lagrangian.ascend
+        if long if r.compile is None else r.compile:
+            if self.gates:
+                with torch.no_grad():  # finds what patterns mean and remembers it: the compiler cannot trace that
+                    self.runs.template.costs()
+            self._sum, self._ascend = map(_compiled, (self._sum, self._ascend))
         self._forward: nn.Module = self.runs
         if self.ranks > 1:
             with warnings.catch_warnings():  # torch 2.13 has another name for it, which 2.11 does not know
@@ -337,6 +345,12 @@ class Trainer:
                 self._forward = DistributedDataParallel(self.runs, broadcast_buffers=False)
         self._captured: Any = None
         self._warm = 0
+
+    def _steps_to_come(self) -> int:
+        """Steps until the step is made anew, or the run is at its end."""
+        r = self.recipe
+        changes = [e for e in (*r.shrink_at, r.settle_at or 0, r.epochs) if e > self.epoch]
+        return (min(changes, default=r.epochs + r.finetune_epochs) - self.epoch) * self.steps_per_epoch
 
     def part(self) -> None:
         """Lets go of the other processes, if there are any: it can be looked at, and can take no further step.
@@ -385,32 +399,35 @@ class Trainer:
         with torch.no_grad():
             self.clock += 1
             self.losses += loss
-            if self.average and not self.tuning:
+            if self.averaging:
                 now = [v.detach() for v in self.runs.values().values()]
                 torch._foreach_lerp_(list(self.average.values()), now, 1 - (self.recipe.ema or 0))
         return loss
 
     def _gradient(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients of the Lagrangian; the losses, and the violations where there are constraints."""
+        self.optimizer.zero_grad()
+        total, loss, seen = self._sum(x, y, noise, self.clock)
+        total.backward()
+        if seen is not None and self.recipe.on == "kept":  # of the parameters that the step began from
+            seen = self.lagrangian.gaps(self.runs.evaluate("kept"), self.clock)
+        return loss, seen
+
+    def _lagrange(self, x: Tensor, y: Tensor, noise: Tensor, clock: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The Lagrangian, summed over the runs; the losses, and the violations where there are constraints."""
         samples = [self._forward(x, y, u) for u in noise.unbind(1)]  # L of eq. 9
-        loss, cost = torch.stack([s[0] for s in samples]).mean(0), samples[0][1]
-        total, seen = loss, None
-        if self.gates and not self.tuning:
-            terms, gaps = self.lagrangian(cost, self.clock)
-            total = loss + terms
-            seen = gaps.detach()
-            if self.recipe.on == "kept":  # of the parameters that the step starts from, as the expected one
-                seen = self.lagrangian.gaps(self.runs.evaluate("kept"), self.clock)
-        self.optimizer.zero_grad(set_to_none=self.device.type != "cuda")
-        total.sum().backward()
-        return loss.detach(), seen
+        loss, cost = sum(s[0] for s in samples) / len(samples), samples[0][1]
+        if not self.gates or self.tuning:
+            return loss.sum(), loss.detach(), None
+        terms, gaps = self.lagrangian(cost, clock)
+        return (loss + terms).sum(), loss.detach(), gaps.detach()
 
     def _move(self, seen: Tensor | None, first: bool) -> None:
         """Descends in weights and gates, ascends in the multipliers."""
         self.optimizer.step()
         if seen is not None:
             with torch.no_grad():
-                self.lagrangian.ascend(seen, self.clock, first)
+                (self.lagrangian.ascend if first else self._ascend)(seen, self.clock, first)
 
     @contextmanager
     def _look_ahead(self) -> Iterator[None]:
@@ -452,7 +469,9 @@ class Trainer:
         parallel.from_first(list(self.runs.template.buffers()))  # batch norm saw another share in each process
         parallel.refuse_different({**self.runs.values(), "multiplier": self.lagrangian.multiplier})
         self.losses.tolist()  # waits for the device
-        if self.recipe.shrink_at and not self.tuning:
+        if self.epoch == self.recipe.settle_at:
+            self.settle()
+        elif self.recipe.shrink_at and not self.tuning:
             self._check()
             if self.epoch in self.recipe.shrink_at:
                 self.shrink()
@@ -472,6 +491,32 @@ class Trainer:
         self.event = {**found, "skipped": gain <= 0 or gain < r.shrink_gain}
         if not self.event["skipped"]:
             self._take_out(plan)
+
+    def settle(self) -> None:
+        """Ends the gates' learning on the way: keeps what fits the targets, and trains it on as a plain small network.
+
+        Units are closed, or opened, until the kept cost is just within its target; gates that are open are folded into
+        the weights, what is closed is taken out. The rest of the budget would be error for nothing, and so would noise
+        in a network that is small already. Notes it as `event`.
+        """
+        r, gated = self.recipe, cast(Gated, self.runs.template.network)
+        self._take_values()
+        if r.at_most is not None:
+            finalize(gated, r.at_most, COSTS[r.cost], fill=True)
+        with torch.no_grad():
+            members = dict(gated.model.named_parameters())
+            for name, weight in gated.gated_weights(gates.values([gate for _, gate in gated.named_gates()])).items():
+                members[name].copy_(weight)
+            for _, gate in gated.named_gates():
+                gate.open_(gate.open(), wide=True)
+            correction = 1 - (r.ema or 0) ** float(self.clock)
+            for name, value in self.runs.values().items():
+                if self.averaging:  # begins anew: there was another network before
+                    self.average[name].copy_(value * correction)
+        plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), r.shrink_multiple)
+        self.event = {**shrinking.event(gated, plan), "skipped": False, "settled": True}
+        self._take_out(plan)
+        self._fix()
 
     def _take_out(self, plan: Plan) -> None:
         gated = cast(Gated, self.runs.template.network)
@@ -531,7 +576,7 @@ class Trainer:
     def _set_rates(self) -> None:
         r = self.recipe
         decayed = r.decay ** sum(m <= self.epoch for m in r.milestones)
-        left = 1 - (self.epoch - r.epochs) / r.finetune_epochs if self.tuning and r.finetune_epochs else 1.0
+        left = 1 - (self.epoch - r.epochs) / r.finetune_epochs if self.epoch > r.epochs else 1.0
         for group in self.optimizer.param_groups:
             rate = group["rate"] * left * (decayed if group["decays"] else 1.0)
             if isinstance(group["lr"], Tensor):
@@ -548,14 +593,14 @@ class Trainer:
             self._warm += 1
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side), _fastest_convolutions():
                 loss = self._as_it_is(index, noise)
             torch.cuda.current_stream().wait_stream(side)
             return loss
         if self._captured is None:
             static = index.clone(), noise.clone()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph), _fastest_convolutions():
                 loss = self.step(*self._batch(static[0]), static[1], first=False)
             self._captured = graph, static, loss
         graph, static, captured = self._captured
@@ -569,7 +614,7 @@ class Trainer:
 
     def values(self) -> dict[str, Tensor]:
         """The parameters that count: averaged (and bias-corrected) if the recipe says so, else raw."""
-        if not self.average or self.tuning or float(self.clock) == 0:
+        if not self.averaging or float(self.clock) == 0:
             return {n: v.detach() for n, v in self.runs.values().items()}
         correction = 1 - (self.recipe.ema or 0) ** float(self.clock)
         return {n: v / correction for n, v in self.average.items()}
@@ -676,11 +721,15 @@ class Trainer:
 
     def tune(self) -> None:
         """From here on the gates are fixed, and only the weights move: both from the parameters that count."""
-        values = self.values()
-        with torch.no_grad():
-            for name, value in self.runs.values().items():
-                value.copy_(values[name])
+        self._take_values()
+        self.averaging = False
         self._fix()
+
+    @torch.no_grad()
+    def _take_values(self) -> None:
+        values = self.values()
+        for name, value in self.runs.values().items():
+            value.copy_(values[name])
 
     def _fix(self) -> None:
         self.tuning = True
@@ -719,7 +768,8 @@ class Trainer:
         for run, recipe in enumerate(self.recipes):
             mine = self.history[run :: self.runs.size]  # `note` writes one record of each run at a time
             # Where units are closed in the end, what was better before was another network, and too large.
-            its_own = ([h for h in mine if h["tuning"]] if recipe.finalize else mine) or mine
+            closes = recipe.finalize or recipe.settle_at is not None
+            its_own = ([h for h in mine if h["tuning"]] if closes else mine) or mine
             result: dict[str, Any] = {
                 "recipe": recipe.to_dict(),
                 "seed": recipe.seed,
@@ -746,7 +796,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """All that the rest of the run depends on, as tensors and plain data."""
         shrunk: dict[str, Any] = {}
-        if self.recipe.shrink_at:
+        if self.recipe.shrink_at or self.recipe.settle_at is not None:
             units = shrinking.there(cast(Gated, self.runs.template.network))
             shrunk = {"units": torch.as_tensor(units), "closed_for": torch.as_tensor(self.closed_for)}
         return {
@@ -766,6 +816,8 @@ class Trainer:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes up a state; the history is the caller's to bring."""
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
         if "shrinking" in state:
             self._shrink_like(state["shrinking"])
         if state["tuning"]:
@@ -788,8 +840,6 @@ class Trainer:
                 if isinstance(value, Tensor) and value.shape == parameter.shape != torch.Size():
                     known[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         self.lagrangian.load(state["lagrangian"])
-        for name in _COUNTERS:
-            setattr(self, name, state[name])
         checkpoint.set_random_state(state["own"][self.rank]["random"], self.device)
 
     def _shrink_like(self, state: Mapping[str, Any]) -> None:
@@ -865,7 +915,23 @@ class Trainer:
         return True
 
 
-_COUNTERS = ("epoch", "position", "ascents", "summed", "seconds", "tuning")
+_COUNTERS = ("epoch", "position", "ascents", "summed", "seconds", "tuning", "averaging")
+
+
+def _compiled(method: Any) -> Any:
+    """A method compiled by itself: torch gives up on a piece of code that was compiled eight times for others."""
+    function = method.__func__
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(MethodType(own, method.__self__), dynamic=False)
+
+
+@contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Lets cuDNN try which algorithm is fastest, in the few steps before one is captured."""
+    flags = torch.backends.cudnn
+    before, flags.benchmark = flags.benchmark, True
+    yield
+    flags.benchmark = before
 
 
 def _identity(recipes: Sequence[Recipe]) -> tuple[str, list[dict[str, Any]]]:

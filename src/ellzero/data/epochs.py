@@ -9,6 +9,7 @@ knows which data set it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -67,8 +68,13 @@ def scaled(
         raise TypeError(f"`images` must be of bytes (torch.uint8), got {images.dtype}")
     if any(s <= 0 for s in std):
         raise ValueError(f"`std` must be positive, got {tuple(std)}")
-    shift, scale = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (mean, std))
+    shift, scale = (_by_channel(tuple(v), images.device) for v in (mean, std))
     return images.to(torch.float32).div_(255).sub_(shift).div_(scale).to(dtype)
+
+
+@cache  # a step that is captured can take nothing from the host, so it must find them there
+def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
 def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, pad: int) -> Tensor:
