@@ -127,9 +127,11 @@ def _as_product(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None)
     Of a stack, `vmap` makes a convolution with a group for each run. Where that reads one map in each group, torch has
     slow kernels for it: forward and backward took two fifths of a step of ten LeNet-5.
     """
-    height, width = (n - k + 1 for n, k in zip(x.shape[-2:], conv.kernel_size, strict=True))
-    columns = F.unfold(x, conv.kernel_size)
-    out = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), columns)
+    rows, columns = conv.kernel_size
+    windows = x[:, 0].unfold(1, rows, 1).unfold(2, columns, 1)  # `F.unfold` would launch a kernel for each image
+    height, width = windows.shape[1:3]
+    flat = windows.permute(0, 3, 4, 1, 2).reshape(len(x), rows * columns, height * width)
+    out = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), flat)
     out = out if bias is None else out + bias[:, None]
     return out.view(*out.shape[:2], height, width)
 

@@ -47,7 +47,8 @@ WHERE: dict[str, placements.Where] = {
 }
 _ECHO_SECONDS = 5.0
 _PAD = 4  # black pixels around an image that is cropped
-_WORTH_COMPILING = {"lenet": 50_000, "wrn": 15_000}  # steps: compilation takes as long as what so many of them save
+# Steps: compilation takes about as long as what so many of them save; those of a stack save more.
+_WORTH_COMPILING = {"lenet": 50_000, "wrn": 15_000}
 
 
 @final
@@ -329,7 +330,8 @@ class Trainer:
         """Makes the step anew: as it is, then captured; compiled where that pays."""
         r = self.recipe
         worth = _WORTH_COMPILING["wrn" if r.network.startswith("wrn") else "lenet"]
-        long = self.device.type == "cuda" and self.ranks == 1 and self._steps_to_come() >= worth
+        saves = self._steps_to_come() * math.sqrt(self.runs.size)
+        long = self.device.type == "cuda" and self.ranks == 1 and saves >= worth
         self._sum: Callable[..., Any] = self._lagrange
         self._ascend: Callable[..., Any] = self.lagrangian.ascend
         if long if r.compile is None else r.compile:
