@@ -255,6 +255,42 @@ def test_runs_switch_what_is_compared(home: Path, show: Open) -> None:
     assert tab.problems == []
 
 
+def test_headings_sort_their_tables_by_mouse_and_keyboard(tmp_path: Path, home: Path, show: Open) -> None:
+    """Numbers as numbers, 9.5 below 10.25, and names by the numbers in them; the other table stays as it is."""
+    source = json.loads((home / "runs" / "trained" / "results.json").read_text())[0]
+    errors = {"r10": 9.5, "r9": 10.25, "r2": 100.0, "r1": 2.0}
+    for name, error in errors.items():
+        own = {**source, "error_last": error, "error_best": error}
+        Folder.create(tmp_path / name, [SMALL.override(name=name, at_most=0.3 + error / 1000)]).finish([own])
+    (tmp_path / "runs.html").write_text(runs_page([tmp_path], tmp_path), encoding="utf-8")
+    tab = show(tmp_path / "runs.html")
+
+    def shown(table: int) -> list[str]:
+        rows = f"Array.from(document.querySelectorAll('table[data-sortable]')[{table}].tBodies[0].rows)"
+        names: list[str] = tab.evaluate(f"{rows}.map(r => r.cells[0].innerText)")
+        return [name.partition(",")[0] for name in names]
+
+    def heading(text: str) -> str:
+        return f"Array.from(document.querySelectorAll('thead th')).find(e => e.innerText.startsWith('{text}'))"
+
+    rising, before = sorted(errors, key=lambda name: errors[name]), shown(1)
+    tab.evaluate(f"{heading('Error, last')}.scrollIntoView({{block: 'center'}})")
+    box = tab.evaluate(f"JSON.parse(JSON.stringify({heading('Error, last')}.firstChild.getBoundingClientRect()))")
+    tab.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert shown(0) == rising == ["r1", "r10", "r9", "r2"]
+    assert tab.evaluate(f"{heading('Error, last')}.getAttribute('aria-sort')") == "ascending"
+    tab.press("Enter")  # the heading that was clicked has the focus
+    assert shown(0) == rising[::-1]
+    assert tab.evaluate(f"{heading('Error, last')}.getAttribute('aria-sort')") == "descending"
+    tab.evaluate(f"{heading('Recipe')}.querySelector('button').focus()")
+    tab.press("Enter")
+    assert shown(0) == ["r1", "r2", "r9", "r10"]
+    marked = "Array.from(document.querySelectorAll('th[aria-sort]')).map(e => e.innerText)"
+    assert len(tab.evaluate(marked)) == 1
+    assert shown(1) == before
+    assert tab.problems == []
+
+
 def test_two_hundred_runs_open(tmp_path: Path, home: Path, show: Open) -> None:
     source = json.loads((home / "runs" / "trained" / "results.json").read_text())[0]
     for number in range(200):

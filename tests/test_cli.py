@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from ellzero.cli import main
+from ellzero.cli.app import CommandError, resumable
 from ellzero.cli.models import DTYPES, example, load_model
+from ellzero.training import DivergedError, Stopped
 
 NETS = '''
 """Networks whose axes can be told by looking at them."""
@@ -248,6 +250,21 @@ def test_what_cannot_be_parsed_is_code_2(args: tuple[str, ...], run: Run) -> Non
     assert (code, out) == (2, "")
     assert err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (Stopped("stopped after epoch 2, step 3"), 130, "stopped after epoch 2, step 3: saved; resume with: go on"),
+        (KeyboardInterrupt(), 130, "interrupted; what was saved goes on with: go on"),
+        (torch.OutOfMemoryError("no room"), 1, "no room; take fewer"),
+        (DivergedError("the loss is nan"), 1, "the loss is nan"),
+    ],
+)
+def test_a_training_of_many_runs_that_ends_early_is_one_line(error: BaseException, code: int, message: str) -> None:
+    with pytest.raises(CommandError) as said, resumable("go on", "take fewer"):
+        raise error
+    assert (said.value.code, str(said.value)) == (code, message)
 
 
 def test_help_and_version(run: Run) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
@@ -22,7 +23,7 @@ from torch import Tensor
 
 import ellzero
 from ellzero import checkpoint, data, training, zoo
-from ellzero.cli import main, opening
+from ellzero.cli import main, opening, running
 from ellzero.cli.app import CommandError, app
 from ellzero.data import KNOWN, scaled, stand_in
 from ellzero.folders import Folder
@@ -163,6 +164,7 @@ def test_json_of_a_run(home: Path, run: Run, small: torch.nn.Module) -> None:
         "error": wrong(small),
         "parameters": sum(p.numel() for p in small.parameters()),
     }
+    assert content["warning"] is None
 
 
 def test_fields_go_into_the_recipe_and_the_folder_has_its_name(run: Run, tmp_path: Path) -> None:
@@ -381,6 +383,42 @@ def test_a_diverged_run_is_one_line_and_code_1(run: Run, tmp_path: Path) -> None
     failed(run("train", "small.toml", "--lr", "1e30", "--quiet"), 1, "the loss of `small`, seed 0, is nan after epoch")
 
 
+def test_a_training_that_stays_finite_and_has_not_worked_says_so(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.override(epochs=1).to_toml())
+    code, out, err = run("train", "small.toml", "--lr", "1e6", "--quiet", "--json")
+    content = json.loads(out)
+    assert code == 0
+    assert err == f"ellzero: warning: {content['warning']}\n"
+    loss = Folder.open("runs/small-seed0").history()[-1]["loss"]
+    assert loss > 1000
+    error = content["compact"]["error"]
+    why = rf"the test error, {error:.2f} %, is not below 8|the last training loss, {loss:.3g}, is above 2\.3, "
+    assert re.search(why.replace("+", r"\+"), err)
+
+
+def test_an_error_of_guessing_is_said_to_be_one(home: Path) -> None:
+    most = max(np.bincount(data.load("mnist5k").test_y.numpy()))
+    guessing = 100 - most / 10  # of a thousand images
+    for above in (0.0, 1.0):
+        message = running._worthless(Folder.open(home), guessing + above, data.load("mnist5k"))
+        assert message is not None
+        assert f"{guessing + above:.2f} %, is not below {guessing:.2f} %, that of always answering one class" in message
+    assert running._worthless(Folder.open(home), guessing - 0.1, data.load("mnist5k")) is None
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_damaged_checkpoint_that_is_passed_over_is_a_plain_line(run: Run, home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home, tmp_path / "copy")
+    whole = sorted((tmp_path / "copy" / "checkpoints").iterdir())[-1]
+    later = whole.with_name(whole.name.replace("step-00", "step-99"))
+    later.write_bytes(whole.read_bytes()[:-100])
+    for words in (("evaluate", "copy", "--json"), ("train", "--resume", "copy", "--quiet", "--json")):
+        code, out, err = run(*words)
+        assert code == 0
+        json.loads(out)
+        assert re.fullmatch(rf"ellzero: warning: {later.name} is damaged .*passed over for {whole.name}.*\n", err), err
+
+
 def test_a_full_disk_leaves_a_run_that_resumes(
     run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,14 +579,17 @@ def test_a_file_that_computes_something_else_is_not_written(
         (["a.pt2", "b"], "`--to` must be a file that ends in .* got 'b'"),
         (["nowhere/a.pt2"], "`--to` must lie in a folder that exists, got 'nowhere/a.pt2'"),
         (["folder.pt2"], "`--to` must be a file, got the folder 'folder.pt2'"),
+        ([], "`--to` must be followed by at least one file, such as `--to small.onnx`, got none"),
     ],
 )
 def test_files_that_cannot_be_are_refused_before_any_work(
     files: list[str], message: str, run: Run, home: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "folder.pt2").mkdir()
+    before = (home / "compact.safetensors").stat().st_mtime_ns
     failed(run("compact", str(home), "--to", *files), 2, message)
     assert [p.name for p in tmp_path.iterdir()] == ["folder.pt2"]
+    assert (home / "compact.safetensors").stat().st_mtime_ns == before
 
 
 def test_onnx_that_is_not_installed_is_one_line(

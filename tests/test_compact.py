@@ -38,6 +38,7 @@ from networks import (
 from torch import Tensor, nn
 
 import ellzero as l0
+from ellzero.compact import refuse_unreachable
 
 
 def images(n: int, channels: int, *size: int, seed: int = 1) -> Tensor:
@@ -1274,6 +1275,38 @@ def test_a_set_is_not_emptied_by_closing_many_units_at_once() -> None:
     left = [int(gate.open().sum()) for _, gate in gated.named_gates()]
     assert float(l0.l0_norm(gated, kept=True)) <= 0.2 * l0.dense(l0.l0_norm, gated)
     assert min(left[1:]) >= 5, left
+
+
+@pytest.mark.parametrize("cost", [l0.params, l0.macs, l0.l0_norm], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_last_units_of_nested_sets_belong_together(cost: Any, seed: int) -> None:
+    """Maps of conv2 and single inputs of fc1, which lie within maps, with evidence that knows nothing of one another:
+    whatever the target, there is a network left. The least of all, with 1-1-1-1 left, counted by hand.
+    """
+    gated = l0.attach(settled(LeNet((4, 6), 8)), images(2, 1, 14, 14), where=l0.per_layer)
+    set_gates(gated, {}, seed)
+    assert [gate.shape.numel() for _, gate in gated.named_gates()] == [4, 6, 24, 8]  # maps of 2×2 behind conv2
+    one, dense = {
+        "params": (10 + 10 + 2 + 6, 40 + 37 * 6 + 25 * 8 + 9 * 3),
+        "macs": (9 * 144 + 9 * 16 + 1 + 3, 9 * 144 * 4 + 36 * 16 * 6 + 24 * 8 + 8 * 3),
+        "l0_norm": (10 + 37 + 8 + 3, 40 + 37 * 6 + 24 * 8 + 8 * 3),
+    }[cost.__name__]
+    least = one / dense
+    refuse_unreachable(gated, 1.0001 * least, cost)
+    with pytest.raises(ValueError, match=rf"^`at_most` must be at least {least:.4g} of the dense cost"):
+        refuse_unreachable(gated, 0.9999 * least, cost)
+    for factor in (10, 3, 1.0001):
+        if factor * least < 1:
+            l0.finalize(gated, factor * least, cost)
+            assert_counted(gated, l0.compact(gated), (images(2, 1, 14, 14),))
+    assert float(cost(gated, kept=True)) == one
+
+
+def test_targets_by_pattern_that_cannot_be_reached_name_the_pattern() -> None:
+    gated = l0.attach(settled(LeNet((4, 6), 8)), images(2, 1, 14, 14), where=l0.per_layer)
+    refuse_unreachable(gated, {"conv*": 0.5, "conv1": 0.25}, l0.l0_norm)  # one map of four
+    with pytest.raises(ValueError, match=r"^`at_most` for 'conv1' must be at least 0\.25 of the dense cost.*got 0\.2$"):
+        refuse_unreachable(gated, {"conv*": 0.5, "conv1": 0.2}, l0.l0_norm)
 
 
 def test_finalize_by_pattern() -> None:

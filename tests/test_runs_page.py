@@ -268,6 +268,36 @@ def test_recipes_of_one_name_are_told_apart_by_what_differs(tmp_path: Path) -> N
     ]
 
 
+def test_a_sweep_and_single_runs_of_its_recipe_are_told_apart(swept: Path, tmp_path: Path) -> None:
+    """Another learning rate at a point of the sweep, and the default one at a target that the sweep has not."""
+    point = next(run.recipe for run in collect([swept])[0] if run.recipe.at_most == 0.3).override(name="demo", seed=0)
+    finished(tmp_path / "faster", point.override(lr=2e-3))
+    finished(tmp_path / "smaller", point.override(at_most=0.2))
+    finished(tmp_path / "other", MLP.override(data="mnist5k"))
+    found = groups(collect([swept, tmp_path])[0])
+    assert {group.label: len(group.runs) for group in found} == {
+        "demo, at_most=0.3, lr=0.001": 2,
+        "demo, at_most=0.6, lr=0.001": 2,
+        "demo, at_most=0.3, lr=0.002": 1,
+        "demo, at_most=0.2, lr=0.001": 1,
+        "gallego-mlp": 1,
+    }
+
+
+def test_a_sweep_says_what_varied_in_it_also_where_one_point_is_left(swept: Path, tmp_path: Path) -> None:
+    shutil.copytree(swept, tmp_path / "copy")
+    for stack in (tmp_path / "copy" / "stacks").iterdir():
+        folder = Folder.open(stack)
+        assert [run.at_most for run in folder.recipes] == [0.3, 0.3, 0.6, 0.6]
+        results = json.loads((stack / "results.json").read_text())
+        results[2]["error_last"] = results[3]["error_last"] = "damaged"
+        (stack / "results.json").write_text(json.dumps(results))
+    runs, notes = collect([tmp_path / "copy"])
+    assert [group.label for group in groups(runs)] == ["demo, at_most=0.3"]
+    assert [note.why.partition(",")[0] for note in notes] == ["the results of demo"] * 2
+    assert all("the results of demo, at_most=0.6, seed" in note.why for note in notes)
+
+
 def test_the_front_against_enumeration(tmp_path: Path) -> None:
     spots = [(0.1, 2.0), (0.2, 1.5), (0.3, 1.6), (0.4, 1.2), (0.15, 2.5), (0.4, 1.3)]
     for number, (kept, error) in enumerate(spots):

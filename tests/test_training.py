@@ -216,10 +216,34 @@ def test_losses_and_gradients_are_means_over_the_draws() -> None:
     same(trainer, path[-1])
 
 
-@pytest.mark.parametrize("field", ["penalty", "at_most"])
-def test_patterns_that_match_no_gates_are_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=rf"`{field}` must have patterns that match gates .*fc1.*, got 'conv\*'"):
-        Trainer([recipe(placement="per_layer", **{field: {"fc1": 0.5, "conv*": 0.5}})], data())
+def test_patterns_that_match_no_gates_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`penalty` must have patterns that match gates .*fc1.*, got 'conv\*'"):
+        Trainer([recipe(placement="per_layer", penalty={"fc1": 0.5, "conv*": 0.5})], data())
+
+
+@pytest.mark.parametrize(("cost", "what"), [("l0_norm", "a set of gates"), ("params", "a layer"), ("macs", "a layer")])
+def test_patterns_that_match_nothing_of_a_cost_are_refused_by_the_name_of_the_field(cost: str, what: str) -> None:
+    with pytest.raises(ValueError, match=rf"^`at_most` must name what `{cost}` counts, got 'conv\*'") as refused:
+        Trainer([recipe(placement="per_layer", cost=cost, at_most={"fc1": 0.5, "conv*": 0.5})], data())
+    assert str(refused.value).endswith(f"it must match the name of {what}, got 'conv*', and there are fc1, fc2, fc3")
+    assert "`only`" not in str(refused.value)
+
+
+@pytest.mark.parametrize("cost", ["l0_norm", "params", "macs"])
+def test_a_target_that_would_leave_a_layer_empty_is_refused_before_the_training(cost: str) -> None:
+    """One unit in each of the three sets of the MLP is left at least, if units are closed in the end."""
+    one, dense = {
+        "l0_norm": (300 + 100 + 10, 266_200),
+        "params": (2 + 2 + 20, 266_610),
+        "macs": (1 + 1 + 10, 266_200),
+    }[cost]
+    r = recipe(placement="per_layer", cost=cost, at_most=1.001 * one / dense, finalize=True)
+    Trainer([r], data())
+    fc1 = {"l0_norm": 1 / 784, "params": 2 / 235_500, "macs": 1 / 235_200}[cost]
+    for at_most, least in ((0.999 * one / dense, one / dense), ({"fc1": 0.999 * fc1}, fc1)):
+        with pytest.raises(ValueError, match=r"^`at_most`.* must be at least") as refused:
+            Trainer([r.override(at_most=at_most)], data())
+        assert f"must be at least {least:.4g}" in str(refused.value)
 
 
 # ---- stacks ---------------------------------------------------------------------------------------------------------

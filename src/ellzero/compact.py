@@ -176,7 +176,8 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
     """Closes units until the *kept* cost is within the target: control becomes a guarantee.
 
     Those go first that save most cost for the least evidence, a unit weighing more the fewer are left in its set, and
-    never the last one of a set. The gates are changed in place; weights are not.
+    never the last one of a set: the one with most evidence, of those that the sets before still lead to. The gates are
+    changed in place; weights are not.
 
     Args:
         gated: the network.
@@ -198,8 +199,9 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
             raise ValueError(f"`at_most` is a fraction of the dense cost in (0, 1], got {fraction!r}")
     opens = gated.opens()
     with torch.no_grad():
+        last = _one_of_each(gated, opens, gated.evidence())
         for only, fraction in targets.items():
-            opens = _closed_until(gated, opens, cost, only, fraction)
+            opens = _closed_until(gated, opens, last, cost, only, fraction)
         if fill:
             opens = _filled(gated, opens, cost, targets)
     start = 0
@@ -210,12 +212,63 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
         start += gate.shape.numel()
 
 
+def refuse_unreachable(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params) -> None:
+    """Says no, before any training, to a target that `finalize` could not reach after it: one below what is kept with
+    one unit in each set of gates.
+
+    Args:
+        gated: the network; it is left as it is, and what its gates say now does not matter.
+        at_most: as in `finalize`.
+        cost: as in `finalize`.
+
+    Raises:
+        ValueError: naming the least fraction that `at_most` can be.
+
+    Example:
+        >>> from ellzero.gated import attach
+        >>> gated = attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
+        >>> refuse_unreachable(gated, 10 / 23)  # of 15 + 8 parameters, 5 + 4 are left with one unit
+        >>> refuse_unreachable(gated, 8 / 23)
+        Traceback (most recent call last):
+        ValueError: `at_most` must be at least 0.3913 of the dense cost, what is left with ...
+    """
+    everything = torch.ones_like(gated.opens(), dtype=torch.bool)
+    for only, fraction in (at_most if isinstance(at_most, Mapping) else {None: at_most}).items():
+        cheapest = _one_of_each(gated, everything, -_savings(gated, everything, cost, only))
+        least = _kept(gated, cheapest, cost, only) / dense(cost, gated, only)
+        if fraction < least * (1 - 1e-6):  # room for rounding
+            raise _unreachable(gated, cost, only, least, fraction)
+
+
+def _one_of_each(gated: Gated, opens: Tensor, worth: Tensor) -> Tensor:
+    """One open gate of each set that has any, the worthiest of those that matter beside the sets before: where gates
+    act within others, as those of single inputs within a map's, the two that are left belong together.
+    """
+    left, start = opens.clone(), 0
+    for _, gate in gated.named_gates():
+        mine = slice(start, start := start + gate.shape.numel())
+        matter = left[mine] & (_savings(gated, left, params, None)[mine] > 0)
+        among = matter if bool(matter.any()) else left[mine]
+        best = torch.where(among, worth[mine], -torch.inf).argmax()
+        left[mine] &= torch.arange(len(among), device=left.device) == best
+    return left
+
+
+def _unreachable(gated: Gated, cost: Cost, only: str | None, least: float, fraction: float) -> ValueError:
+    where = "" if only is None else f" for {only!r}"
+    _, layers = floor(cost, gated, only, kept=True)
+    return ValueError(
+        f"`at_most`{where} must be at least {least:.4g} of the dense cost, what is left with all but the last units "
+        f"closed, got {fraction:g}" + (f"; it is in {', '.join(layers[:5])}" if layers else "")
+    )
+
+
 def _kept(gated: Gated, opens: Tensor, cost: Cost, only: str | None) -> float:
     with gated.assuming(opens):
         return float(cost(gated, kept=True, only=only) if only is not None else cost(gated, kept=True))
 
 
-def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fraction: float) -> Tensor:
+def _closed_until(gated: Gated, opens: Tensor, last: Tensor, cost: Cost, only: str | None, fraction: float) -> Tensor:
     target = fraction * dense(cost, gated, only)
     current = _kept(gated, opens, cost, only)
     evidence = gated.evidence().clamp(min=torch.finfo(torch.float32).tiny)
@@ -225,14 +278,9 @@ def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fra
     while current > target:
         saving = _savings(gated, opens, cost, only)
         counts = torch.bincount(member[opens], minlength=len(sizes))
-        may = opens & (saving > 0) & (counts[member] > 1)
+        may = opens & (saving > 0) & ~last
         if not bool(may.any()):
-            _, layers = floor(cost, gated, only, kept=True)
-            raise ValueError(
-                f"`at_most` must be at least {fraction * current / target:.4g} of the dense cost, what is left with "
-                f"all but the last units closed, got {fraction:g}"
-                + (f"; it is in {', '.join(layers[:5])}" if layers else "")
-            )
+            raise _unreachable(gated, cost, only, fraction * current / target, fraction)
         fits = may & (saving <= current - target)  # near the end, smaller units instead of one that overshoots
         may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
         score = _scores(torch.where(may, evidence / saving.clamp(min=1e-30), torch.inf), member, sizes, counts)
@@ -241,10 +289,6 @@ def _closed_until(gated: Gated, opens: Tensor, cost: Cost, only: str | None, fra
         # for nothing.
         many = max(1, int((torch.cumsum(saving[order], 0) <= 0.5 * (current - target)).sum()))
         opens[order[:many]] = False
-        emptied = torch.bincount(member[opens], minlength=len(sizes)) == 0
-        for number in torch.nonzero(emptied & (counts > 0)).flatten().tolist():
-            mine = order[:many][member[order[:many]] == number]
-            opens[mine[-1]] = True  # the one with most evidence for its cost
         current = _kept(gated, opens, cost, only)
     return _refilled(gated, closed=before & ~opens, opens=opens, cost=cost, only=only, target=target)
 

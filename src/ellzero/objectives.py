@@ -702,7 +702,8 @@ def _dense(argument: str, cost: Cost, gated: Gated, group: str | None) -> float:
     try:
         whole = dense(cost, gated, only=group)
     except ValueError as error:
-        raise (error if group is None else ValueError(f"{must}: {error}")) from error
+        why = str(error).replace("`only`", "it")  # what the user wrote has another name
+        raise (error if group is None else ValueError(f"{must}: {why}")) from error
     if not whole > 0:
         raise ValueError(f"{must}, where the dense cost is {whole:g}")
     return whole

@@ -28,7 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ellzero import checkpoint, costs, gates, parallel, placements, shrinking, zoo
-from ellzero.compact import finalize
+from ellzero.compact import finalize, refuse_unreachable
 from ellzero.data import Dataset, crop_and_flip, epoch_generator, scaled
 from ellzero.folders import Folder
 from ellzero.gated import Gated, attach
@@ -239,6 +239,12 @@ class Trainer:
         built = [build(r, dataset, self.device) for r in recipes]
         torch.manual_seed(int(np.random.SeedSequence([recipe.seed, self.rank]).generate_state(1)[0]))  # of dropout
         first = built[0][0]
+        for r in self.recipes:
+            if r.at_most is not None:  # a target that the gates cannot reach is refused here, not after the training
+                on = "kept" if r.finalize else r.on
+                Constraint(COSTS[r.cost], r.at_most, on=on).bind(cast(Gated, first))
+                if r.finalize:
+                    refuse_unreachable(cast(Gated, first), r.at_most, COSTS[r.cost])
         self.gates = [] if first is None else [name for name, _ in first.named_gates()]
         self.parts = parts(recipes, self.gates) if self.gates else []
         self.runs = Runs([Objective(g, m, self.parts, recipe.precision == "bfloat16") for g, m in built])
@@ -252,10 +258,6 @@ class Trainer:
             steps=recipe.epochs * self.steps_per_epoch,
             device=self.device,
         )
-        for r in self.recipes:
-            if r.at_most is not None:  # a target that the gates cannot reach is refused here, not after the training
-                on = "kept" if r.finalize else r.on
-                Constraint(COSTS[r.cost], r.at_most, on=on).bind(cast(Gated, self.runs.template.network))
         self._optimizer()
         self.average = {n: torch.zeros_like(v) for n, v in self.runs.values().items()} if recipe.ema else {}
         self.clock = torch.zeros((), device=self.device)  # steps done, for the target and the average's correction

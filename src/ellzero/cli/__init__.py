@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(args) != 2 or args[1] not in SHELLS:
                 raise CommandError(f"`--print-completion` must be followed by {', '.join(SHELLS)}, got {args[1:]}")
             args = ["--tyro-print-completion", args[1]]
-        app.app.cli(prog="ellzero", description=DESCRIPTION, args=args or ["--help"], config=(FlagCreatePairsOff,))
+        with app.plain_warnings():
+            app.app.cli(prog="ellzero", description=DESCRIPTION, args=args or ["--help"], config=(FlagCreatePairsOff,))
         sys.stdout.flush()
     except CommandError as error:
         rank = int(os.environ.get("RANK", "0")) if parallel.launched() else 0

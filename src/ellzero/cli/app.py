@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from typing import Any, TextIO, final
 
+import torch
 from rich.console import Console
 from tyro.extras import SubcommandApp
 
@@ -25,6 +26,7 @@ from ellzero.data import DataError
 from ellzero.folders import FolderError
 from ellzero.removal import ClosedAxisError
 from ellzero.report import render
+from ellzero.training import DivergedError, Stopped
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -58,6 +60,26 @@ def foreseen(bad_usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         raise CommandError(f"{where}{error.strerror or said(error)}", FAILED) from error
 
 
+@contextmanager
+def resumable(again: str, fewer: str) -> Iterator[None]:
+    """A training of many runs that does not come to its end, as a `CommandError`.
+
+    Args:
+        again: the command that goes on with it.
+        fewer: what to do where the memory is not enough.
+    """
+    try:
+        yield
+    except Stopped as stopped:
+        raise CommandError(f"{stopped}: saved; resume with: {again}", INTERRUPTED) from stopped
+    except KeyboardInterrupt:  # the second one, which does not wait for the step
+        raise CommandError(f"interrupted; what was saved goes on with: {again}", INTERRUPTED) from None
+    except torch.OutOfMemoryError as error:
+        raise CommandError(f"{error}; {fewer}", FAILED) from error
+    except DivergedError as error:
+        raise CommandError(str(error), FAILED) from error
+
+
 # ---------------------------------------------------------------- printing
 
 
@@ -72,6 +94,28 @@ def show(content: Any) -> None:
 def say(*lines: str) -> None:
     """Prints lines as they are: neither wrapped nor coloured."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def tell(line: str) -> None:
+    """Prints a line about the work to standard error, beside what was asked for."""
+    sys.stderr.write(f"{line}\n")
+
+
+def warn(message: object) -> None:
+    """Prints what the user should know of, as one line, to standard error."""
+    tell(f"ellzero: warning: {' '.join(str(message).split())}")
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """What is warned of in Python goes through `warn`, without the line of code that it comes from."""
+
+    def shown(message: Warning | str, *_: object, **__: object) -> None:
+        warn(message)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = shown
+        yield
 
 
 def show_json(content: Any) -> None:

@@ -106,7 +106,14 @@ def _evaluated(trainer: Trainer, number: int, recipe: Recipe, dataset: data.Data
 
 
 @app.command
-def compact(run: Run, to: Annotated[tuple[str, ...], arg(metavar="FILE")] = (), index: Index = None) -> None:
+def compact(
+    run: Run,
+    to: Annotated[
+        tuple[str, ...] | None,
+        arg(metavar="FILE [FILE ...]", help_behavior_hint="(default: compact.safetensors in RUN)"),
+    ] = None,
+    index: Index = None,
+) -> None:
     """Write the compact network of a run to files. The run's data are not needed.
 
     For example: ellzero compact runs/demo-seed0 --to small.pt2 small.onnx
@@ -114,13 +121,15 @@ def compact(run: Run, to: Annotated[tuple[str, ...], arg(metavar="FILE")] = (), 
     Args:
         run: folder of a run, finished or not.
         to: files; the ending says the format: .safetensors (for `ellzero.load`), .pt2 (torch.export) or .onnx. Each is
-            read back and compared with the network before it gets its name. By default compact.safetensors in RUN.
+            read back and compared with the network before it gets its name.
         index: which run of a stack, from 0.
     """
+    if to == ():
+        raise CommandError("`--to` must be followed by at least one file, such as `--to small.onnx`, got none")
     folder = open_run(run)
     number = choose(folder, index)
     recipe = folder.recipes[number]
-    files = [Path(file) for file in to] or [folder.path / COMPACT]
+    files = [folder.path / COMPACT] if to is None else [Path(file) for file in to]
     for file in files:
         refuse(file)
     small = small_network(restored(folder).network(number))

@@ -5,6 +5,7 @@ The loop is in `training`, and what it leaves on the disk in `folders`; here are
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from ellzero import page, parallel
 from ellzero.checkpoint import steps
-from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json
+from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json, warn
 from ellzero.cli.opening import (
     Device,
     Fields,
@@ -32,6 +33,7 @@ from ellzero.cli.opening import (
     override,
     small_network,
 )
+from ellzero.data import Dataset
 from ellzero.folders import Folder, FolderError, provenance
 from ellzero.gated import Gated
 from ellzero.recipes import Recipe
@@ -226,10 +228,13 @@ def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> Non
     parameters = sum(p.numel() for p in small.parameters())
     result = (folder.results() or [{}])[0]
     seen = _page(folder, network, dataset)
+    worthless = _worthless(folder, error, dataset)
+    if worthless is not None:
+        warn(worthless)
     if json:
         done = {"file": str(file), "error": error, "parameters": parameters}
         written = str(seen) if isinstance(seen, Path) else None
-        show_json({"run": str(folder.path), "result": result, "compact": done, "page": written})
+        show_json({"run": str(folder.path), "result": result, "compact": done, "page": written, "warning": worthless})
         return
     if isinstance(network, Gated):
         show(report(network))
@@ -245,6 +250,20 @@ def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> Non
         "In Python:",
         *(f"    {line}" for line in loading(recipe, file)),
     )
+
+
+def _worthless(folder: Folder, error: float, dataset: Dataset) -> str | None:
+    """Why the network is of no use, if it is not: numbers that stay finite say nothing else of a broken training."""
+    guessing = 100 * (1 - int(dataset.test_y.bincount().max()) / len(dataset.test_y))
+    losses = [h["loss"] for h in folder.history() if h["loss"] is not None]
+    alike = math.log(len(dataset.classes))
+    if error >= guessing:
+        what = f"the test error, {error:.2f} %, is not below {guessing:.2f} %, that of always answering one class"
+    elif losses and losses[-1] > alike:
+        what = f"the last training loss, {losses[-1]:.3g}, is above {alike:.3g}, that of answering all classes alike"
+    else:
+        return None
+    return f"the training has not worked: {what}; try a smaller `lr` or `gate_lr`, or more epochs"
 
 
 def _cut(folder: Folder) -> list[str]:

@@ -11,19 +11,17 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 from rich import box
 from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
 from ellzero import reproduce as making
-from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json
+from ellzero.cli.app import FAILED, CommandError, app, foreseen, resumable, say, show, show_json, tell
 from ellzero.cli.opening import Device, find_device, load_data
 from ellzero.figures import PlotsMissingError, can_draw
 from ellzero.report import render
 from ellzero.reproduce import AT_ONCE, Record, Study, StudyError
-from ellzero.training import DivergedError, Stopped
 from ellzero.watch import AbstractWatcher, Bar
 
 WIDTH = 190  # of a table that goes to a file: one line for each row
@@ -108,10 +106,10 @@ def reproduce(
         with foreseen(bad_usage=(StudyError,)):
             records, missing = making.stored(study, home, only or "*")
         if missing:
-            _tell(f"not there yet: {', '.join(missing)}")
+            tell(f"not there yet: {', '.join(missing)}")
     else:
         if not drawable:
-            _tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
+            tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
         again = _command(study, home, trained, every, at_once, device)
         with foreseen(bad_usage=(StudyError, ValueError)):
             settings = making.asked(
@@ -135,30 +133,21 @@ def reproduce(
             with foreseen(bad_usage=(StudyError,)):
                 making.begin(study, home, settings)
         watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
-        try:
-            with foreseen(bad_usage=(StudyError, ValueError)):
-                records = making.reproduce(
-                    study,
-                    dataset,
-                    seeds=seeds,
-                    epochs=epochs,
-                    data=data,
-                    only=only or "*",
-                    every=every,
-                    at_once=at_once,
-                    out=home,
-                    watchers=watchers,
-                    say=(lambda _: None) if quiet else _tell,
-                )
-        except Stopped as stopped:
-            raise CommandError(f"{stopped}: saved; resume with: {again}", INTERRUPTED) from stopped
-        except KeyboardInterrupt:
-            raise CommandError(f"interrupted; what was saved goes on with: {again}", INTERRUPTED) from None
-        except torch.OutOfMemoryError as error:
-            hint = f"try fewer runs together than {at_once}, by `--at-once` and a new folder"
-            raise CommandError(f"{error}; {hint}", FAILED) from error
-        except DivergedError as error:
-            raise CommandError(str(error), FAILED) from error
+        fewer = f"try fewer runs together than {at_once}, by `--at-once` and a new folder"
+        with resumable(again, fewer), foreseen(bad_usage=(StudyError, ValueError)):
+            records = making.reproduce(
+                study,
+                dataset,
+                seeds=seeds,
+                epochs=epochs,
+                data=data,
+                only=only or "*",
+                every=every,
+                at_once=at_once,
+                out=home,
+                watchers=watchers,
+                say=(lambda _: None) if quiet else tell,
+            )
     with foreseen():
         files = making.draw(study, records, home) if drawable else []
     if json:
@@ -206,7 +195,3 @@ def _show(study: Study, records: list[Record]) -> None:
         show(table)
     else:
         sys.stdout.write(render(table, WIDTH) + "\n")
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

@@ -10,18 +10,16 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from ellzero import parallel
 from ellzero import sweep as sweeping
-from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json
+from ellzero.cli.app import CommandError, app, foreseen, resumable, say, show, show_json, tell
 from ellzero.cli.opening import Device, Fields, find_device, find_recipe, load_data
 from ellzero.data import Dataset
 from ellzero.figures import PlotsMissingError, can_draw
 from ellzero.report import render
 from ellzero.sweep import Record, Sweep, SweepError
-from ellzero.training import Stopped
 from ellzero.watch import AbstractWatcher, Bar
 
 WIDTH = 172  # of a table that goes to a file
@@ -88,7 +86,7 @@ def sweep(
     directory = before.get("data_dir") if data_dir is None else data_dir
     drawable = can_draw()
     if not drawable and not quiet:
-        _tell(f"no figure will be drawn: {PlotsMissingError()}, and draw it later by `--resume`")
+        tell(f"no figure will be drawn: {PlotsMissingError()}, and draw it later by `--resume`")
     again = shlex.join(["ellzero", "sweep", "--resume", "--out", str(home)])
     if cost_axis != "auto":
         again += f" --cost-axis {cost_axis}"
@@ -100,24 +98,18 @@ def sweep(
         return loaded[name]
 
     watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
-    try:
-        with foreseen(bad_usage=(SweepError, ValueError)):
-            record = sweeping.run(
-                chosen,
-                load,
-                home,
-                at_once=at_once,
-                cost=None if cost_axis == "auto" else cost_axis,
-                about={"data_dir": None if directory is None else str(Path(directory).resolve())},
-                watchers=watchers,
-                say=(lambda _: None) if quiet else _tell,
-            )
-    except Stopped as stopped:
-        raise CommandError(f"{stopped}: saved; resume with: {again}", INTERRUPTED) from stopped
-    except KeyboardInterrupt:
-        raise CommandError(f"interrupted; what was saved goes on with: {again}", INTERRUPTED) from None
-    except torch.OutOfMemoryError as error:
-        raise CommandError(f"{error}; fewer runs together need less: {again} --at-once N", FAILED) from error
+    fewer = f"fewer runs together need less: {again} --at-once N"
+    with resumable(again, fewer), foreseen(bad_usage=(SweepError, ValueError)):
+        record = sweeping.run(
+            chosen,
+            load,
+            home,
+            at_once=at_once,
+            cost=None if cost_axis == "auto" else cost_axis,
+            about={"data_dir": None if directory is None else str(Path(directory).resolve())},
+            watchers=watchers,
+            say=(lambda _: None) if quiet else tell,
+        )
     with foreseen():
         files = sweeping.draw(record, home) if drawable else []
     if json:
@@ -190,10 +182,6 @@ def _show(record: Record, home: Path, files: list[Path]) -> None:
         run = point["runs"][0]
         command = ["ellzero", "compact", str(home / "stacks" / run["stack"]), "--index", str(run["index"])]
         say(f"a network of the front as a file ({point['label']}, seed {run['seed']}): {shlex.join(command)}")
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 __all__ = ["sweep"]

@@ -14,7 +14,7 @@ import os
 import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, final
 from urllib.parse import quote
@@ -43,7 +43,7 @@ class Run:
 
     Args:
         recipe: its recipe, with its seed.
-        label: what it is called.
+        name: of the recipe; of a sweep's run, that of the recipe that the sweep begins with.
         where: the folder or file that it was found in.
         errors: in percent, by their names in `ERRORS`.
         kept: fractions of the dense cost that the compact network has, by their names in `COSTS`.
@@ -51,10 +51,11 @@ class Run:
         dense: what the dense network costs; empty for a run without gates, which does not store it.
         architecture: units kept by set of gates; empty for a run without gates.
         page: its own page, if there is one.
+        varied: of a sweep's run, the fields that vary in the sweep with their values.
     """
 
     recipe: Recipe
-    label: str
+    name: str
     where: Path
     errors: dict[str, float]
     kept: dict[Cost, float]
@@ -62,6 +63,7 @@ class Run:
     dense: dict[Cost, float]
     architecture: dict[str, int]
     page: Path | None = None
+    varied: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def emptied(self) -> bool:
@@ -93,6 +95,13 @@ def collect(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Run], list[No
     for path in paths:
         search.look(Path(path), 0)
     return search.runs, search.notes
+
+
+_Name = tuple[str, Mapping[str, Any]]  # of a run: `Run.name` and `Run.varied`
+
+
+def _label(name: str, values: Mapping[str, Any]) -> str:
+    return ", ".join([name, *(f"{key}={sweep.in_words(value)}" for key, value in values.items())])
 
 
 @final
@@ -137,7 +146,7 @@ class _Search:
 
     # ---- one folder -------------------------------------------------------------------------------------------------
 
-    def folder(self, path: Path, labels: Mapping[str, str] | None = None) -> list[str]:
+    def folder(self, path: Path, wanted: Mapping[str, _Name] | None = None) -> list[str]:
         """A run or a stack; the digests of its recipes."""
         try:
             folder = Folder.open(path)
@@ -150,41 +159,40 @@ class _Search:
             self.note(path, _unfinished(folder))
             return digests
         for index, (recipe, digest, result) in enumerate(zip(folder.recipes, digests, results, strict=True)):
-            label = (labels or {}).get(digest, recipe.name)
+            name = (wanted or {}).get(digest, (recipe.name, {}))
             page = path / (PAGE if len(digests) == 1 else IN_A_STACK.format(index))
-            self.take(recipe, label, path, result, page if page.is_file() else None)
+            self.take(recipe, name, path, result, page if page.is_file() else None)
         return digests
 
-    def take(self, recipe: Recipe, label: str, where: Path, result: Any, page: Path | None) -> None:
+    def take(self, recipe: Recipe, name: _Name, where: Path, result: Any, page: Path | None) -> None:
         try:
-            self.runs.append(_run(recipe, label, where, result, page))
+            self.runs.append(replace(_run(recipe, name[0], where, result, page), varied=name[1]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self.note(where, f"the results of {label}, seed {recipe.seed}, are damaged: {_said(error)}")
+            self.note(where, f"the results of {_label(*name)}, seed {recipe.seed}, are damaged: {_said(error)}")
 
     # ---- many in one ------------------------------------------------------------------------------------------------
 
     def sweep(self, path: Path) -> None:
-        wanted: dict[str, str] = {}
+        wanted: dict[str, _Name] = {}
         try:
             grid, _ = sweep.stored(path)
-            base = grid.recipe.name
             for point in grid.points:
-                label = f"{base}, {point.label}" if point.values else base
                 for seed in range(grid.seeds):
-                    wanted[point.recipe.override(seed=point.recipe.seed + seed).digest()] = label
+                    digest = point.recipe.override(seed=point.recipe.seed + seed).digest()
+                    wanted[digest] = grid.recipe.name, point.values
         except sweep.SweepError as error:
             self.note(path, error)
         self.stacks(path, wanted)
 
     def reproduction(self, path: Path) -> None:
-        wanted: dict[str, str] = {}
+        wanted: dict[str, _Name] = {}
         file = path / "study.json"
         if file.exists():
             try:
                 settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
                 for values in settings["recipes"]:
                     recipe = Recipe.from_dict(values)
-                    wanted |= {recipe.override(seed=s).digest(): recipe.name for s in range(settings["seeds"])}
+                    wanted |= {recipe.override(seed=s).digest(): (recipe.name, {}) for s in range(settings["seeds"])}
                 if not wanted:
                     self.note(path, "it is a study that trains nothing")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -192,7 +200,7 @@ class _Search:
         records = [p for p in sorted(path.glob("*.json")) if p.name not in _MARKS and _is_record(p)]
         self.stacks(path, wanted, records)
 
-    def stacks(self, path: Path, wanted: Mapping[str, str], records: Sequence[Path] = ()) -> None:
+    def stacks(self, path: Path, wanted: Mapping[str, _Name], records: Sequence[Path] = ()) -> None:
         """The stacks of a sweep or a reproduction, then what only its records have, then what is missing."""
         home = path / "stacks"
         there: set[str] = set()
@@ -201,7 +209,7 @@ class _Search:
                 real = stack.resolve()
                 there.update(self.seen[real] if real in self.seen else self.folder(stack, wanted))
         there.update(self.records(records, path, there))
-        left = [label for digest, label in wanted.items() if digest not in there]
+        left = [_label(*name) for digest, name in wanted.items() if digest not in there]
         if left:
             names = list(dict.fromkeys(left))
             words = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -220,7 +228,7 @@ class _Search:
                 continue
             for own, seed in runs:
                 if own.digest() not in known:
-                    self.take(own, own.name, file, seed, None)
+                    self.take(own, (own.name, {}), file, seed, None)
                     taken.append(own.digest())
         return taken
 
@@ -256,7 +264,7 @@ def _unfinished(folder: Folder) -> str:
     return f"{names} is not finished: epoch {last} of {of}"
 
 
-def _run(recipe: Recipe, label: str, where: Path, result: Any, page: Path | None) -> Run:
+def _run(recipe: Recipe, name: str, where: Path, result: Any, page: Path | None) -> Run:
     """From an entry of results.json, or of a record's seeds.
 
     Raises:
@@ -270,7 +278,7 @@ def _run(recipe: Recipe, label: str, where: Path, result: Any, page: Path | None
         kept, expected = ({c: _number(costs[c][k], f"{k} {c}", 1.0) for c in COSTS} for k in ("kept", "expected"))
         dense = {c: _number(costs[c]["dense"], f"dense {c}", math.inf) for c in COSTS}
     architecture = {str(name): int(units) for name, units in result.get("architecture", {}).items()}
-    return Run(recipe, label, where, errors, kept, expected, dense, architecture, page)
+    return Run(recipe, name, where, errors, kept, expected, dense, architecture, page)
 
 
 def _number(value: Any, name: str, most: float) -> float:
@@ -341,18 +349,16 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def _labels(firsts: Sequence[Run]) -> list[str]:
-    """A name for each recipe; where several have one name, with the fields in which they differ."""
+    """A label for each recipe: its name, what varies in its sweep, and the fields in which those of one name differ."""
     plain = [run.recipe.to_dict() for run in firsts]
-    values: dict[str, dict[str, set[str]]] = {}
+    seen: dict[tuple[str, str], set[str]] = {}
     for run, own in zip(firsts, plain, strict=True):
-        seen = values.setdefault(run.label, {})
-        for field in own:
-            if field not in ("name", "seed"):
-                seen.setdefault(field, set()).add(json.dumps(own[field]))
+        for key, value in own.items():
+            seen.setdefault((run.name, key), set()).add(json.dumps(value))
     out = []
     for run, own in zip(firsts, plain, strict=True):
-        fields = [field for field, found in values[run.label].items() if len(found) > 1]
-        out.append(", ".join([run.label, *(f"{f}={sweep.in_words(own[f])}" for f in fields)]))
+        differ = {k: v for k, v in own.items() if len(seen[run.name, k]) > 1 and k not in ("name", "seed")}
+        out.append(_label(run.name, {**run.varied, **differ}))
     return out
 
 
