@@ -1,7 +1,7 @@
 """Louizos, Welling, Kingma (2018), Figure 4 and Table 2: WRN-28-10 on CIFAR-10, with measured seconds.
 
     ellzero reproduce wrn-cifar10 --only wrn-cifar10 --seeds 1 --every 5 --device cuda --out runs/wrn-dense
-    ellzero reproduce wrn-cifar10 --only 'gallego-wrn-20-*' --seeds 1 --every 5 --device cuda --out runs/wrn-20
+    ellzero reproduce wrn-cifar10 --only 'shrink-wrn-20-*' --seeds 1 --every 5 --device cuda --out runs/wrn-20
     ellzero reproduce wrn-cifar10 --draw-only --out results/wrn-cifar10
 
 The paper says that gates "can greatly speed up training" and draws *expected* FLOPs over iterations; here the measured
@@ -31,7 +31,7 @@ from ellzero.recipes import get
 from ellzero.reproduce import Row, Study, new_table, with_interval
 
 DENSE = "wrn-cifar10"
-CONSTRAINED = "gallego-wrn-{}-cifar10"
+CONSTRAINED = "shrink-wrn-{}-cifar10"
 ROWS = (
     Row("dense", get(DENSE), error="4.00"),
     Row("dropout 0.3", get("wrn-dropout-cifar10"), error="3.89"),

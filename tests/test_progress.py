@@ -94,7 +94,7 @@ def test_the_table_of_events_has_widths_and_macs_counted_by_hand(shrunk: Path) -
 def test_settled_gates_are_one_line(rewritten: Any) -> None:
     def settle(records: list[Any]) -> None:
         records[2]["shrunk"] |= {"settled": True}
-        for record in records[3:]:
+        for record in records[2:]:
             record["tuning"] = True
 
     page = run_page(rewritten(settle))

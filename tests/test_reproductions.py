@@ -29,6 +29,7 @@ TRAINED = [
     "gallego2021-figure1",
     "gallego2021-figure2",
     "gallego2021-extragradient",
+    "gallego2021-init",
     "control",
     "wrn-cifar10",
 ]

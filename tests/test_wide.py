@@ -40,8 +40,8 @@ STEPS = 512 // 128
 SIZES = {"blocks.0.conv1": 16, "blocks.1.conv1": 32, "blocks.2.conv1": 64}
 # About half of the gates are closed from the beginning, and stay so.
 SHRINKS = {
-    "at_most": dict.fromkeys(SIZES, 0.6), "rule": "noiseless", "drop_rates": {"*": 0.917}, "gate_lr": 1e-6,
-    "shrink_at": (1,), "shrink_checks": 1, "shrink_multiple": 4, "shrink_gain": 0.1,
+    "at_most": dict.fromkeys(SIZES, 0.25), "rule": "noiseless", "drop_rates": {"*": 0.917}, "gate_lr": 1e-6,
+    "shrink_at": (1,), "shrink_checks": 1, "shrink_multiple": 4, "shrink_gain": 0.1, "settle_at": 2,
 }  # fmt: skip
 
 
@@ -123,10 +123,10 @@ class Chain:
 
 @pytest.fixture(scope="module")
 def chain(patched: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Chain:
-    """Stopped in the second epoch, when units have been taken out, and taken up again."""
+    """Stopped in the last epoch, when units have been taken out twice, and taken up again."""
     out = tmp_path_factory.mktemp("wide") / "out"
     words = ["--only", NAME, "--epochs", "3", "--every", "2", "--out", str(out)]
-    interrupt = Breaker(1, STEPS + 1, lambda: signal.raise_signal(signal.SIGINT))
+    interrupt = Breaker(1, 2 * STEPS + 1, lambda: signal.raise_signal(signal.SIGINT))
     assert reproduced(patched, interrupt, *words) == 130
     before = checkpoint.steps(Chain(out, words, [], []).folder.checkpoints)
     assert not (out / f"{NAME}.json").exists()
@@ -135,9 +135,9 @@ def chain(patched: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory)
     return Chain(out, words, before, rest.seen)
 
 
-def test_the_study_goes_on_after_the_event_that_it_was_stopped_behind(chain: Chain) -> None:
-    assert chain.before[-1] == STEPS + 1
-    assert chain.after == list(range(STEPS + 2, 3 * STEPS + 1))
+def test_the_study_goes_on_after_the_events_that_it_was_stopped_behind(chain: Chain) -> None:
+    assert chain.before[-1] == 2 * STEPS + 1
+    assert chain.after == list(range(2 * STEPS + 2, 3 * STEPS + 1))
     assert len(checkpoint.steps(chain.folder.checkpoints)) <= 2
 
 
@@ -145,11 +145,18 @@ def test_the_record_has_events_and_seconds_and_no_weights(chain: Chain) -> None:
     (seed,) = chain.record["seeds"]
     history = seed["history"]
     assert [h["epoch"] for h in history] == [1, 2, 3]  # the event, every second, the last
-    event = history[0]["shrunk"]
-    assert not event["skipped"]
-    assert {name: event["widths"][name] + event["removed"][name] for name in SIZES} == SIZES
-    assert all(width % 4 == 0 for width in event["widths"].values())
-    assert event["macs"]["after"] < 0.9
+    first, second = (h["shrunk"] for h in history[:2])
+    assert not first["skipped"]
+    assert second["settled"]
+    before = SIZES
+    for event in (first, second):
+        assert {name: event["widths"][name] + event["removed"][name] for name in SIZES} == before
+        assert all(width % 4 == 0 for width in event["widths"].values())
+        before = event["widths"]
+    assert second["macs"]["before"] == first["macs"]["after"] < first["macs"]["before"] == 1
+    assert second["macs"]["after"] < 0.4
+    assert [c["at_most"] for c in seed["constraints"].values()] == [0.25] * 3
+    assert all(c["kept"] <= 0.25 for c in seed["constraints"].values())
     assert all(h["seconds"] > 0 for h in history)
     assert sum(h["seconds"] for h in history) == pytest.approx(seed["seconds_of_stack"], abs=0.01)
     assert (chain.out / f"{NAME}.json").stat().st_size < 20_000
@@ -174,7 +181,7 @@ def test_the_compact_network_is_kept_and_is_the_gated_one(chain: Chain) -> None:
     assert parameters == pytest.approx(seed["costs"]["params"]["kept"] * seed["costs"]["params"]["dense"])
     shapes: dict[str, Any] = {name: kept.get_submodule(name).weight for name in SIZES}
     assert {name: len(weight) for name, weight in shapes.items()} == seed["architecture"]
-    for name, width in seed["history"][0]["shrunk"]["widths"].items():
+    for name, width in seed["history"][1]["shrunk"]["widths"].items():
         live_layer: Any = cast(Gated, trainer.runs.template.network).model.get_submodule(name)
         assert len(live_layer.weight) == width < SIZES[name]
 
@@ -200,15 +207,17 @@ def test_a_network_that_was_lost_is_made_again_and_a_fresh_start_removes_it(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.safetensors", "study.json"]
 
 
-def test_the_page_of_the_run_shows_the_event(chain: Chain) -> None:
+def test_the_page_of_the_run_shows_the_events(chain: Chain) -> None:
     (seed,) = chain.record["seeds"]
-    event = seed["history"][0]["shrunk"]
+    first, second = (h["shrunk"] for h in seed["history"][:2])
     page = run_page(chain.folder)
     found = embedded(page)
-    assert lines(found["macs"]) == [(1, "shrunk")]
+    assert lines(found["macs"]) == [(1, "shrunk"), (2, "settled")]
     assert found["seconds"]["data"][0]["x"] == [0, 1, 2, 3]
-    widths = " ".join(f"{name} {SIZES[name]} → {event['widths'][name]}" for name in SIZES)
-    assert f"1 shrunk 100.0 % → {100 * event['macs']['after']:.1f} % {widths}" in text_of(page)
+    widths = " ".join(f"{name} {SIZES[name]} → {first['widths'][name]}" for name in SIZES)
+    assert f"1 shrunk 100.0 % → {100 * first['macs']['after']:.1f} % {widths}" in text_of(page)
+    assert f"2 settled: the gates are fixed {100 * first['macs']['after']:.1f} %" in text_of(page)
+    assert f"→ {100 * second['macs']['after']:.1f} %" in text_of(page)
 
 
 def test_rows_of_different_folders_make_one_table_and_one_figure(

@@ -508,7 +508,12 @@ class Run:
         """The epoch after which the gates were fixed, if there was more training then."""
         if not self.gated or not any(r.get("tuning") for r in self.history):
             return None
-        return max((float(r["epoch"]) for r in self.history if not r.get("tuning")), default=0.0)
+        settled = [event.epoch for event in self.events if event.settled]
+        return (
+            settled[0]
+            if settled
+            else max((float(r["epoch"]) for r in self.history if not r.get("tuning")), default=0.0)
+        )
 
     @property
     def dense_macs(self) -> float | None:
