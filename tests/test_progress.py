@@ -91,6 +91,15 @@ def test_the_table_of_events_has_widths_and_macs_counted_by_hand(shrunk: Path) -
         assert f"3 skipped: too little to gain {share}, and {share} if done fc1 204 fc2 60" in said
 
 
+def test_an_event_that_was_skipped_says_what_it_would_have_done(rewritten: Any) -> None:
+    def offer(records: list[Any]) -> None:
+        event = {"removed": {"fc1": 4, "fc2": 0}, "widths": {"fc1": 200, "fc2": 60}, "skipped": True}
+        records[2]["shrunk"] = event | {"macs": {"before": 0.65, "after": 0.64}}
+
+    said = text_of(run_page(rewritten(offer)))
+    assert "3 skipped: too little to gain 65.0 %, and 64.0 % if done fc1 204 fc2 60" in said
+
+
 def test_settled_gates_are_one_line(rewritten: Any) -> None:
     def settle(records: list[Any]) -> None:
         records[2]["shrunk"] |= {"settled": True}

@@ -340,7 +340,7 @@ def test_the_control_table_counts_runs_before_and_after_the_end() -> None:
 
 
 def wide_records() -> list[dict[str, Any]]:
-    """The dense row, one with a penalty and ε=20 %: nine epochs with a record after 2, 4, 5, 7 and 9 each; the last row
+    """The dense row, one with a penalty and ε=20 %: nine epochs with a record after 2, 5, 7 and 9 each; the last row
     shrinks after the fifth, and its gates are fixed then.
     """
     records = {r["recipe"]["name"]: r for r in invented(known()["wrn-cifar10"], seeds=2, epochs=9)}
@@ -348,17 +348,17 @@ def wide_records() -> list[dict[str, Any]]:
     out = [records[name] for name in names]
     for record, speed in zip(out, (4.0, 4.4, 4.2), strict=True):
         for seed in record["seeds"]:
-            points = [h for h in seed["history"] if h["epoch"] in (2, 4, 5, 7, 9)]
-            for point, epochs in zip(points, (2, 2, 1, 2, 2), strict=True):
+            points = [h for h in seed["history"] if h["epoch"] in (2, 5, 7, 9)]
+            for point, epochs in zip(points, (2, 3, 2, 2), strict=True):
                 point["seconds"] = epochs * speed
             points[0]["seconds"] += 20  # compilation
             seed["history"] = points
     for seed in out[2]["seeds"]:
         points = seed["history"]
         sizes = {"removed": {"blocks.0.conv1": 96}, "widths": {"blocks.0.conv1": 64}}
-        points[1]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.95}, "skipped": True}
-        points[2]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.3}, "skipped": False, "settled": True}
-        for point in points[3:]:
+        points[0]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.95}, "skipped": True}
+        points[1]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.3}, "skipped": False, "settled": True}
+        for point in points[2:]:
             point |= {
                 "seconds": 4.0 + 30 * (point["epoch"] == 7),
                 "tuning": True,
@@ -403,15 +403,15 @@ def test_the_figure_of_wide_networks_has_expected_macs_and_seconds(
     figure.draw(records, tmp_path)
     cost, clock = seen[0].axes
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in cost.lines}
-    assert lines["dense"] == ([2, 4, 5, 7, 9], [100.0] * 5)
-    expected = [100 * h["expected"]["macs"] for h in records[2]["seeds"][0]["history"][:3]]
+    assert lines["dense"] == ([2, 5, 7, 9], [100.0] * 4)
+    expected = [100 * h["expected"]["macs"] for h in records[2]["seeds"][0]["history"][:2]]
     assert lines["ε=20 %"][1] == pytest.approx([*expected, 19, 19])  # fixed from there on
     dense, penalised, shrunk = (
         line for line in clock.lines if line.get_linewidth() == 1.4 and len(line.get_xdata()) > 1
     )
-    assert (list(dense.get_xdata()), list(dense.get_ydata())) == ([0, 2, 4, 5, 7, 9], [14, 14, 4, 4, 4, 4])
-    assert list(penalised.get_ydata()) == pytest.approx([14.4, 14.4, 4.4, 4.4, 4.4, 4.4])
-    assert list(shrunk.get_ydata()) == pytest.approx([14.2, 14.2, 4.2, 4.2, 17, 2])
+    assert (list(dense.get_xdata()), list(dense.get_ydata())) == ([0, 2, 5, 7, 9], [14, 14, 4, 4, 4])
+    assert list(penalised.get_ydata()) == pytest.approx([14.4, 14.4, 4.4, 4.4, 4.4])
+    assert list(shrunk.get_ydata()) == pytest.approx([14.2, 14.2, 4.2, 17, 2])
     assert dense.get_drawstyle() == "steps-pre"  # a mean since the record before
     for panel, height in ((cost, expected[-1]), (clock, 4.2)):
         marks = [(list(m.get_xdata()), list(m.get_ydata())) for m in panel.lines if m.get_marker() == "v"]

@@ -509,11 +509,8 @@ class Run:
         if not self.gated or not any(r.get("tuning") for r in self.history):
             return None
         settled = [event.epoch for event in self.events if event.settled]
-        return (
-            settled[0]
-            if settled
-            else max((float(r["epoch"]) for r in self.history if not r.get("tuning")), default=0.0)
-        )
+        learning = [float(r["epoch"]) for r in self.history if not r.get("tuning")]
+        return max(settled or learning, default=0.0)
 
     @property
     def dense_macs(self) -> float | None:
