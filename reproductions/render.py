@@ -24,6 +24,7 @@ TABLES = {
     "gallego2021-figure2": "gallego2021-figure2",
     "control-40": "control",
     "control-200": "control",
+    "wrn-cifar10": "wrn-cifar10",
 }
 # Figure in the page: where in results/ it lies, without its ending.
 FIGURES = {
@@ -34,6 +35,7 @@ FIGURES = {
     "gallego2021-figure2": "gallego2021-figure2/figures/gallego2021-figure2",
     "control-40": "control-40/figures/control",
     "control-200": "control-200/figures/control",
+    "wrn-cifar10": "wrn-cifar10/figures/wrn-cifar10",
 }
 
 

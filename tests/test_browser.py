@@ -14,14 +14,17 @@ import browser as driving
 import pytest
 import torch
 from browser import Browser, Tab
+from test_progress import RECIPE, begun
 
 from ellzero.cli import main
+from ellzero.data import stand_in
 from ellzero.distributions import BinaryConcrete, HardConcrete
 from ellzero.folders import Folder
 from ellzero.page.method import method_page
 from ellzero.page.run import run_page
 from ellzero.page.runs import runs_page
 from ellzero.recipes import get
+from ellzero.training import train
 
 PROGRAM = driving.find()
 pytestmark = [
@@ -84,13 +87,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         errors = {"error_last": 10.0 + number, "error_best": 9.0 + number}
         folder.finish([{**result, **errors, "costs": costs, "seed": number}])
     (home / "runs" / "nothing").mkdir()
+    shrunk = begun(home / "shrunk")
+    train([RECIPE], stand_in("mnist5k", images=100), shrunk)
+    (shrunk.path / "page.html").write_text(run_page(shrunk), encoding="utf-8")
     everything = sorted((home / "runs").iterdir())
     (home / "runs.html").write_text(runs_page(everything, home), encoding="utf-8")
     (home / "method.html").write_text(method_page(), encoding="utf-8")
     return home
 
 
-PAGES = ("runs/trained/page.html", "runs.html", "method.html")
+PAGES = ("runs/trained/page.html", "shrunk/page.html", "runs.html", "method.html")
 
 
 @pytest.mark.parametrize("name", PAGES)

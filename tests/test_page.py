@@ -456,8 +456,9 @@ def test_null_and_nonsense_in_records_are_gaps(copy: Path) -> None:
 
 def test_a_dense_run_has_a_page_and_no_gates(tmp_path: Path, capsys: Any) -> None:
     recipe = get("wrn-cifar10").override(
-        name="dense", network="lenet300", data="mnist5k", epochs=1, batch=50, augment=False, milestones=()
-    )
+        name="dense", network="lenet300", data="mnist5k", epochs=1, batch=50, augment=False, milestones=(),
+        precision="float32", channels_last=False,
+    )  # fmt: skip
     folder = Folder.create(tmp_path / "dense", [recipe], {})
     train([recipe], stand_in("mnist5k", images=100), folder)
     assert main(["report", str(folder.path)]) == 0

@@ -112,10 +112,15 @@ def test_a_stack_is_named_by_all_that_is_in_it() -> None:
     assert all(re.fullmatch(r"lenet300-[0-9a-f]{12}", name) for name in names)
 
 
-def test_networks_with_batch_norm_go_alone() -> None:
-    wide = get("louizos-wrn-0.001-cifar10")
-    runs = [wide, wide.override(seed=1), wide.override(name="other")]
-    assert stacks(runs) == [[r] for r in runs]
+def test_what_cannot_share_a_stack_goes_alone() -> None:
+    for one in (
+        get("louizos-wrn-0.001-cifar10"),
+        tiny("augmented", augment=True),
+        tiny("shrinks", shrink_at=(3,)),
+        tiny("last", channels_last=True),
+    ):
+        runs = [one, one.override(seed=1), one.override(name="other")]
+        assert stacks(runs) == [[r] for r in runs]
 
 
 # ---- studies --------------------------------------------------------------------------------------------------------
@@ -131,6 +136,11 @@ def test_a_study_trains_or_computes() -> None:
         study()
     with pytest.raises(ValueError, match="`rows` to train or something to `compute`, and not both"):
         study(Row("a", tiny("first")), compute=list)
+
+
+def test_rows_of_different_data_are_refused() -> None:
+    with pytest.raises(ValueError, match="recipes of one data set, got mnist, mnist5k"):
+        study(Row("a", tiny("first")), Row("b", tiny("second", data="mnist")))
 
 
 def test_files_that_define_one_study_twice_are_refused(tmp_path: Path) -> None:
@@ -175,6 +185,7 @@ def test_each_row_leaves_a_file_with_all_that_is_needed_to_repeat_it(done: Any) 
             assert seed["runs_in_stack"] == 4
             assert seed["seconds_of_stack"] > 0
             assert [h["epoch"] for h in seed["history"]] == [1]
+            assert seed["history"][0]["seconds"] == pytest.approx(seed["seconds_of_stack"], abs=1e-3)
     assert said == ["4 runs together: first, second"]
     assert stored(made, out) == (records, [])
 
@@ -289,6 +300,8 @@ def without_times(records: Sequence[dict[str, Any]]) -> str:
     for record in text:
         for seed in record["seeds"]:
             del seed["seconds_of_stack"]
+            for point in seed["history"]:
+                del point["seconds"]
     return json.dumps(text)
 
 

@@ -29,11 +29,14 @@ TRAINED = [
     "gallego2021-figure1",
     "gallego2021-figure2",
     "gallego2021-extragradient",
+    "gallego2021-init",
     "control",
+    "wrn-cifar10",
 ]
 DENSE = {
     "lenet300": {"l0_norm": 266_200.0, "params": 266_610.0, "macs": 266_200.0},
     "lenet5": {"l0_norm": 430_570.0, "params": 431_080.0, "macs": 2_293_000.0},
+    "wrn-28-10": {"l0_norm": 17e6, "params": 36_479_194.0, "macs": 5.2e9},
 }
 
 
@@ -68,8 +71,10 @@ def invented(study: Study, seeds: int = 3, epochs: int = 4) -> list[dict[str, An
                     "error": 1 + 5 / epoch + rng.random(),
                     "loss": 0.1,
                     "multiplier": [0.1 * epoch],
+                    "seconds": 3.0,
                 }
-                kept = dict.fromkeys(("l0_norm", "params", "macs"), share + (1 - share) / epoch)
+                gates = recipe.placement is not None
+                kept = dict.fromkeys(("l0_norm", "params", "macs") if gates else (), share + (1 - share) / epoch)
                 history.append(point | {"expected": kept, "kept": kept})
                 if epoch > epochs:
                     history[-1]["tuning"] = True
@@ -80,7 +85,7 @@ def invented(study: Study, seeds: int = 3, epochs: int = 4) -> list[dict[str, An
                     "error_best": min(h["error"] for h in history),
                     "error_last": history[-1]["error"],
                     "architecture": {"fc1": 10, "fc2": 7},
-                    "costs": fractions,
+                    **({"costs": fractions} if gates else {}),
                     "constraints": {p: {"at_most": e, "expected": e + 0.01, "kept": e} for p, e in at_most.items()},
                     "history": history,
                     "seconds_of_stack": 12.0,
@@ -329,6 +334,100 @@ def test_the_control_table_counts_runs_before_and_after_the_end() -> None:
     assert (cells["within, controller alone"], cells["its mean miss"]) == ("25.0 %", "7.50")
     assert (cells["within, at the end"], cells["mean miss"], cells["largest"]) == ("50.0 %", "0.88", "-2.00")
     assert (cells["error at 20 %"], cells["error at 5 %"]) == ("2.00", "–")
+
+
+# ---- WRN-28-10 ------------------------------------------------------------------------------------------------------
+
+
+def wide_records() -> list[dict[str, Any]]:
+    """The dense row, one with a penalty and ε=20 %: nine epochs with a record after 2, 5, 7 and 9 each; the last row
+    shrinks after the fifth, and its gates are fixed then.
+    """
+    records = {r["recipe"]["name"]: r for r in invented(known()["wrn-cifar10"], seeds=2, epochs=9)}
+    names = ("wrn-cifar10", "louizos-wrn-0.001-cifar10", module("wrn_cifar10").CONSTRAINED.format(20))
+    out = [records[name] for name in names]
+    for record, speed in zip(out, (4.0, 4.4, 4.2), strict=True):
+        for seed in record["seeds"]:
+            points = [h for h in seed["history"] if h["epoch"] in (2, 5, 7, 9)]
+            for point, epochs in zip(points, (2, 3, 2, 2), strict=True):
+                point["seconds"] = epochs * speed
+            points[0]["seconds"] += 20  # compilation
+            seed["history"] = points
+    for seed in out[2]["seeds"]:
+        points = seed["history"]
+        sizes = {"removed": {"blocks.0.conv1": 96}, "widths": {"blocks.0.conv1": 64}}
+        points[0]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.95}, "skipped": True}
+        points[1]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.3}, "skipped": False, "settled": True}
+        for point in points[2:]:
+            point |= {
+                "seconds": 4.0 + 30 * (point["epoch"] == 7),
+                "tuning": True,
+                "kept": {"macs": 0.19},
+                "expected": {"macs": 0.5},
+            }
+        seed["costs"]["macs"] |= {"expected": 0.21, "kept": 0.19}
+    for record in out:
+        for seed in record["seeds"]:
+            seed["seconds_of_stack"] = sum(h["seconds"] for h in seed["history"])
+    return out
+
+
+def test_the_table_of_wide_networks_has_measured_seconds() -> None:
+    records = wide_records()
+    study = known()["wrn-cifar10"]
+    assert study.table is not None
+    shown = study.table(records, "")
+    columns = {str(c.header): list(c.cells) for c in shown.columns}
+    assert columns["paper, error %"] == ["4.00", "3.83", "4.05 / 4.28±0.16"]
+    assert columns["kept"] == ["100.0 %", "30.0 %", "19.0 %"]
+    whole = [9 * 4.0 + 20, 9 * 4.4 + 20, 5 * 4.2 + 20 + 2 * 4.0 + 30]
+    assert columns["seconds"] == [f"{w:.0f}" for w in whole]
+    assert columns["× dense"] == [f"{w / whole[0]:.3f}" for w in whole]
+    assert columns["s/epoch"] == ["4.00", "4.40", "4.20"]  # the records that compile are left out
+    assert columns["after"] == ["–", "–", "2.00"]
+    # What was not measured in the same way is not compared.
+    shorter = [records[0], {**records[2], "recipe": records[2]["recipe"] | {"epochs": 2}}]
+    elsewhere = [records[0], {**records[2], "device": "another"}]
+    for pair in (shorter, elsewhere, records[1:]):
+        ratios = next(list(c.cells) for c in study.table(pair, "").columns if c.header == "× dense")
+        assert ratios[-1] == "–"
+
+
+def test_the_figure_of_wide_networks_has_expected_macs_and_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figure = module("wrn_cifar10")
+    seen: list[Any] = []
+    monkeypatch.setattr(figure, "save", lambda drawn, path, caption: seen.append(drawn) or [])
+    records = wide_records()
+    figure.draw(records, tmp_path)
+    cost, clock = seen[0].axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in cost.lines}
+    assert lines["dense"] == ([2, 5, 7, 9], [100.0] * 4)
+    expected = [100 * h["expected"]["macs"] for h in records[2]["seeds"][0]["history"][:2]]
+    assert lines["ε=20 %"][1] == pytest.approx([*expected, 19, 19])  # fixed from there on
+    dense, penalised, shrunk = (
+        line for line in clock.lines if line.get_linewidth() == 1.4 and len(line.get_xdata()) > 1
+    )
+    assert (list(dense.get_xdata()), list(dense.get_ydata())) == ([0, 2, 5, 7, 9], [14, 14, 4, 4, 4])
+    assert list(penalised.get_ydata()) == pytest.approx([14.4, 14.4, 4.4, 4.4, 4.4])
+    assert list(shrunk.get_ydata()) == pytest.approx([14.2, 14.2, 4.2, 17, 2])
+    assert dense.get_drawstyle() == "steps-pre"  # a mean since the record before
+    for panel, height in ((cost, expected[-1]), (clock, 4.2)):
+        marks = [(list(m.get_xdata()), list(m.get_ydata())) for m in panel.lines if m.get_marker() == "v"]
+        assert marks == [([5], [pytest.approx(height)])] * 2  # one for each seed; the skipped one is not drawn
+
+
+def test_rows_of_wide_networks_can_be_compared() -> None:
+    rows = [row.recipe for row in known()["wrn-cifar10"].rows]
+    for recipe in rows:
+        assert (recipe.network, recipe.data, recipe.epochs, recipe.batch) == ("wrn-28-10", "cifar10", 200, 128)
+        assert (recipe.optimizer, recipe.lr, recipe.milestones, recipe.l2) == ("sgd", 0.1, (60, 120, 160), 5e-4)
+        alike = ("precision", "channels_last", "compile", "augment")
+        assert [getattr(recipe, name) for name in alike] == [getattr(rows[0], name) for name in alike]
+    assert [r.penalty for r in rows[2:4]] == [0.001, 0.002]
+    for recipe, target in zip(rows[4:], (0.8, 0.5, 0.35, 0.2), strict=True):
+        assert recipe.at_most == {f"blocks.{k}.conv1": target for k in range(12)}
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def save(
     step: int,
     recipe_digest: str | None = None,
     recipe: Any = None,
-    keep: int = 3,
+    keep: int = 2,
 ) -> Path:
     """Writes a checkpoint, all or nothing, and removes all but the last `keep`.
 

@@ -359,6 +359,7 @@ def history(
     panels: Sequence[tuple[str, Mapping[str, Sequence[float | None]]]],
     path: str | PathLike[str],
     caption: str,
+    marks: Sequence[float] = (),
 ) -> list[Path]:
     """Draws numbers over epochs, a panel for each quantity.
 
@@ -367,6 +368,7 @@ def history(
         panels: label of the axis with its unit, and the curves by name; "expected" is dashed.
         path: of the files, without an ending.
         caption: what one sees.
+        marks: epochs with a thin line.
 
     Returns:
         The files: PNG, SVG, caption.
@@ -380,6 +382,8 @@ def history(
                 shown = [math.nan if v is None else v for v in values]
                 colour = COLOURS[number % len(COLOURS)]
                 panel.plot(epochs, shown, style, color=colour, label=name, marker="o" if len(epochs) < 12 else None)
+            for epoch in marks:
+                panel.axvline(epoch, color=GREY, linestyle=":", linewidth=0.8)
             panel.set(xlabel="epoch", ylabel=label)
             if len(lines) > 1:
                 panel.legend()

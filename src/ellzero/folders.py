@@ -261,6 +261,30 @@ class Folder:
         return content
 
 
+def pace(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
+    """How long an epoch of training took, from record to record: first and last epoch, and seconds for each between.
+
+    Compilation is in them. Records of the same epoch, as there are where units are closed at the end, count as one.
+
+    Args:
+        history: records of one run, with "epoch" and "seconds" since the record before.
+
+    Example:
+        >>> pace([{"epoch": 2, "seconds": 9.0}, {"epoch": 7, "seconds": 10.0}, {"epoch": 7, "seconds": 0.1}])
+        [(0.0, 2.0, 4.5), (2.0, 7.0, 2.0)]
+    """
+    out = []
+    before = spent = 0.0
+    for record in history:
+        epoch, seconds = record["epoch"], record.get("seconds")
+        spent += seconds if isinstance(seconds, int | float) else math.nan
+        if epoch > before:
+            if math.isfinite(spent):
+                out.append((float(before), float(epoch), spent / (epoch - before)))
+            before, spent = epoch, 0.0
+    return out
+
+
 # ---------------------------------------------------------------- where a result comes from
 
 
@@ -384,4 +408,4 @@ def _plain(value: Any) -> Any:
     return value
 
 
-__all__ = ["Folder", "FolderError", "provenance"]
+__all__ = ["Folder", "FolderError", "pace", "provenance"]

@@ -6,6 +6,7 @@ A file in `reproductions/` defines one `STUDY`; `studies` finds them. A reproduc
     study.json          what was asked for, so that something else is not mixed into it
     stacks/NAME/        a run folder for each stack, so that a killed reproduction goes on where it was
     RECIPE.json         one record per row: recipe, commit, versions, device, and what came out of every seed
+    RECIPE-seedN.safetensors    the compact network of a run, where the study keeps them
     figures/            the figures, as PNG and SVG with their captions
 
 This file does not know what a row is about.
@@ -32,16 +33,21 @@ import torch
 from rich import box
 from rich.table import Table
 
-from ellzero import costs, training
+from ellzero import costs, saving, training
+from ellzero.compact import CompactionError, compact
 from ellzero.data import Dataset
 from ellzero.folders import Folder, FolderError, provenance, write_text
 from ellzero.gated import Gated
 from ellzero.recipes import Recipe
+from ellzero.removal import ClosedAxisError
 from ellzero.watch import AbstractWatcher
 
 FORMAT, FORMAT_VERSION = "ellzero.reproduction", 1
 AT_ONCE = 64  # runs in a stack at most: about where an H200 is full
 _STUDY, _STACKS, _FIGURES, _CONSTRAINTS = "study.json", "stacks", "figures", "constraints.json"
+
+# What a recipe may have that keeps it from sharing a stack, whatever the others are.
+_ALONE = ("augment", "shrink_at", "settle_at", "channels_last")
 
 # Two-sided 95 % quantiles of Student's t, for the few degrees of freedom that seeds give.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -204,9 +210,10 @@ class Study:
         compute: makes the records of a study that trains nothing; each has a "name".
         table: makes the table from the records.
         draw: writes the figures into a folder, from the records alone, and returns the files.
+        keep_networks: whether the compact network of every run with gates is kept beside the records.
 
     Raises:
-        ValueError: two recipes have the same name, or it has rows and computes too, or neither.
+        ValueError: two recipes have the same name or different data, or it has rows and computes too, or neither.
     """
 
     name: str
@@ -216,12 +223,16 @@ class Study:
     compute: Callable[[], list[Record]] | None = None
     table: Callable[[Sequence[Record], str], Table] | None = table
     draw: Callable[[Sequence[Record], Path], list[Path]] | None = None
+    keep_networks: bool = False
 
     def __post_init__(self) -> None:
         names = [row.recipe.name for row in self.rows]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"`rows` must have recipes of different names, got {', '.join(twice)} more than once")
+        data = sorted({row.recipe.data for row in self.rows})
+        if len(data) > 1:
+            raise ValueError(f"`rows` must have recipes of one data set, got {', '.join(data)}")
         if bool(self.rows) == (self.compute is not None):
             raise ValueError(f"`{self.name}` must have `rows` to train or something to `compute`, and not both")
 
@@ -309,7 +320,8 @@ def _load(path: Path) -> Study | None:
 
 
 def stacks(recipes: Sequence[Recipe], limit: int = AT_ONCE) -> list[list[Recipe]]:
-    """Groups of recipes that can be trained together, in order; networks with batch norm go alone.
+    """Groups of recipes that can be trained together, in order; networks with batch norm, augmented images and
+    networks that shrink go alone.
 
     Args:
         recipes: one per run.
@@ -323,8 +335,9 @@ def stacks(recipes: Sequence[Recipe], limit: int = AT_ONCE) -> list[list[Recipe]
     groups: dict[str, list[Recipe]] = {}
     for recipe in recipes:
         fields = {k: v for k, v in recipe.to_dict().items() if k not in training.STACKABLE}
-        alone = [recipe.name, recipe.seed] if recipe.network.startswith("wrn") else None
-        groups.setdefault(json.dumps([fields, alone], sort_keys=True), []).append(recipe)
+        alone = recipe.network.startswith("wrn") or any(fields.get(name) for name in _ALONE)
+        own = [recipe.name, recipe.seed] if alone else None
+        groups.setdefault(json.dumps([fields, own], sort_keys=True), []).append(recipe)
     out = []
     for group in groups.values():
         parts = math.ceil(len(group) / limit)
@@ -434,6 +447,8 @@ def begin(study: Study, out: Path, settings: dict[str, Any]) -> None:
             shutil.rmtree(out / folder, ignore_errors=True)
         for row in study.rows:
             (out / f"{row.recipe.name}.json").unlink(missing_ok=True)
+            for network in out.glob(f"{row.recipe.name}-seed*.safetensors"):
+                network.unlink()
     out.mkdir(parents=True, exist_ok=True)
     _write(file, {"format": FORMAT, "format_version": FORMAT_VERSION, "study": study.name, "settings": settings})
 
@@ -500,7 +515,7 @@ def reproduce(
     finished: dict[str, Record] = {}
     for stack in stacks(runs, at_once):
         where = None if out is None else out / _STACKS / stack_name(stack)
-        done |= _train(stack, dataset, where, every, watchers, say)
+        done |= _train(stack, dataset, where, every, watchers, say, out if study.keep_networks else None)
         for row, recipe in chosen:
             own = [done.get((recipe.name, seed)) for seed in range(seeds)]
             if recipe.name in finished or None in own:
@@ -518,6 +533,7 @@ def _train(
     every: int,
     watchers: Sequence[AbstractWatcher],
     say: Callable[[str], None],
+    networks: Path | None,
 ) -> dict[tuple[str, int], Record]:
     """What came out of every run of a stack, by name and seed: trained now, or found in its folder."""
     names = ", ".join(dict.fromkeys(r.name for r in stack))
@@ -532,6 +548,8 @@ def _train(
         results = trainer.results()
     else:
         say(f"{title}: done before")
+    if networks is not None:
+        _keep(stack, trainer, folder, dataset, networks, say)
     held = _constraints(trainer, folder, dataset)
     history = trainer.history if folder is None and trainer is not None else cast("Folder", folder).history()
     out: dict[tuple[str, int], Record] = {}
@@ -555,6 +573,27 @@ def _folder(where: Path, stack: list[Recipe], about: dict[str, Any]) -> Folder:
     if folder.recipes != stack:
         raise FolderError(f"{str(where)!r} must hold the stack that its name says, and its recipes are others")
     return folder
+
+
+def _keep(
+    stack: list[Recipe],
+    trainer: training.Trainer | None,
+    folder: Folder | None,
+    dataset: Dataset,
+    where: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Writes the compact network of every run with gates, where it is not there yet."""
+    for run, recipe in enumerate(stack):
+        file = where / f"{recipe.name}-seed{recipe.seed}.safetensors"
+        if recipe.placement is None or file.exists():
+            continue
+        if trainer is None:  # killed before it was written, or it was removed
+            trainer = training.restore(cast("Folder", folder), dataset)
+        try:
+            saving.save(compact(cast("Gated", trainer.network(run).cpu())), file)
+        except (ClosedAxisError, CompactionError) as error:
+            say(f"no compact network of {recipe.name}, seed {recipe.seed}: {error}")
 
 
 def _constraints(trainer: training.Trainer | None, folder: Folder | None, dataset: Dataset) -> list[dict[str, Any]]:
@@ -611,8 +650,8 @@ def _record(row: Row, recipe: Recipe, seeds: list[Record]) -> Record:
 
 
 def _thin(curve: Sequence[Record]) -> list[Record]:
-    """Error, loss, expected and kept fractions and multipliers over training, rounded: a history to draw, not to
-    resume.
+    """Error, loss, expected and kept fractions, multipliers, seconds and events over training, rounded: a history to
+    draw, not to resume.
     """
     keep = []
     for h in curve:
@@ -622,8 +661,11 @@ def _thin(curve: Sequence[Record]) -> list[Record]:
         for kind in ("expected", "kept"):
             point[kind] = {k: round(v, 5) for k, v in h.get(kind, {}).items()}
         point["multiplier"] = [round(m, 5) for m in h.get("multiplier", [])]
+        point["seconds"] = round(h["seconds"], 3)  # of the whole stack, since the point before
         if h["tuning"]:
             point["tuning"] = True
+        if "shrunk" in h:
+            point["shrunk"] = h["shrunk"]
         keep.append(point)
     return keep
 

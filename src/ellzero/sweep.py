@@ -506,7 +506,7 @@ def run(
     note()
     jobs: list[Folder | list[Recipe]] = [*begun]
     for group in groups:
-        jobs += _divided(group, room(group[0], data[group[0].data]), at_once)
+        jobs += stacks(group, at_once or room(group[0], data[group[0].data]))
     before = len(wanted) - len(left) - sum(len(f.recipes) for f in begun)
     say(
         f"{len(sweep.points)} point{'s' * (len(sweep.points) > 1)} × {sweep.seeds} seed{'s' * (sweep.seeds > 1)}: "
@@ -561,11 +561,6 @@ def _folders(out: Path) -> list[Folder]:
 
 def _folder(out: Path, stack: Sequence[Recipe], dataset: Dataset) -> Folder:
     return Folder.create(out / _STACKS / stack_name(stack), stack, provenance(dataset.train_x.device))
-
-
-def _divided(group: list[Recipe], fits: int, at_once: int | None) -> list[list[Recipe]]:
-    alone = group[0].augment or group[0].network.startswith("wrn")
-    return stacks(group, 1 if alone else (at_once or fits))
 
 
 def _refuse_unfit(recipes: Sequence[Recipe], data: Mapping[str, Dataset]) -> None:

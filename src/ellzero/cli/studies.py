@@ -33,7 +33,7 @@ def reproduce(
     seeds: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the study's, mostly 5)")] = None,
     epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the paper's)")] = None,
     device: Device = "auto",
-    data: Literal["mnist", "mnist5k"] = "mnist",
+    data: Annotated[Literal["mnist", "mnist5k"] | None, arg(help_behavior_hint="(default: the paper's)")] = None,
     data_dir: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
     only: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None,
     every: Annotated[int, arg(metavar="N")] = 1,
@@ -55,16 +55,17 @@ def reproduce(
     $ ellzero reproduce gallego2021-table1 --only 'gallego-mlp*' --device cuda
     $ ellzero reproduce louizos2018-figure2
 
-    All runs of a row, and rows that differ in their objective alone, are trained together. Ctrl-C ends it after the
-    step, and saves; what is finished is not trained again when it goes on with --resume. The folder then holds one json
-    for each row, and the figures, for which matplotlib must be installed (the extra `plots`).
+    All runs of a row, and rows that differ in their objective alone, are trained together; networks with batch norm
+    one after the other. Ctrl-C ends it after the step, and saves; what is finished is not trained again when it goes on
+    with --resume. The folder then holds one json for each row, and the figures, for which matplotlib must be installed
+    (the extra `plots`).
 
     Args:
         name: which one.
         seeds: runs of each row, with the seeds 0, 1, 2, ….
         epochs: in place of the recipes' own.
         device: where to train; auto is a GPU if there is one.
-        data: mnist as in the papers; mnist5k, a part of it, comes with the library.
+        data: in place of the recipes' own; mnist5k, a part of MNIST, comes with the library.
         data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
         only: the rows whose recipe's name matches, such as 'louizos-mlp*'.
         every: evaluate after every N epochs, and after the last.
@@ -90,7 +91,7 @@ def reproduce(
     trained = {
         "seeds": seeds,
         "epochs": epochs,
-        "data": data if data != "mnist" else None,
+        "data": data,
         "data-dir": data_dir,
         "only": only,
     }
@@ -128,7 +129,7 @@ def reproduce(
                 )
         dataset = None
         if study.compute is None:
-            dataset = load_data(data, data_dir, find_device(device))
+            dataset = load_data(data or study.rows[0].recipe.data, data_dir, find_device(device))
         if fresh:  # now that nothing stands in the way
             with foreseen(bad_usage=(StudyError,)):
                 making.begin(study, home, settings)

@@ -155,6 +155,21 @@ def packed(values: npt.NDArray[np.uint8]) -> dict[str, str]:
     return {"dtype": "u1", "bdata": b64encode(np.ascontiguousarray(values).tobytes()).decode(), "shape": shape}
 
 
+def escaped(text: str) -> str:
+    """Text for a trace or a label, to be read as it is: Plotly knows some tags and templates.
+
+    Example:
+        >>> escaped("<b>%{x}")
+        '&lt;b&gt;% {x}'
+    """
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "% {")
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """An axis with its title, as Plotly has it."""
+    return {"title": {"text": title}, **more}
+
+
 # ---------------------------------------------------------------- a page
 
 
@@ -284,7 +299,9 @@ __all__ = [
     "SERIES",
     "Chart",
     "PageMissingError",
+    "axis",
     "can_make",
+    "escaped",
     "number",
     "packed",
     "percent",

@@ -414,6 +414,48 @@ class Strip:
 
 @final
 @dataclass(frozen=True)
+class Event:
+    """What shrinking did after an epoch.
+
+    Args:
+        epoch: after which.
+        settled: whether the gates are fixed since then.
+        skipped: whether nothing was taken out: it would not have been worth it.
+        widths: units of each set before and after.
+        macs: before and after, of the network that is trained, as fractions of the dense one; where it was skipped, the
+            second is what was offered.
+    """
+
+    epoch: float
+    settled: bool
+    skipped: bool
+    widths: dict[str, tuple[int, int]]
+    macs: tuple[float, float]
+
+    @property
+    def word(self) -> str:
+        """What happened."""
+        return "settled" if self.settled else "skipped" if self.skipped else "shrunk"
+
+
+def _events(history: Sequence[Mapping[str, Any]]) -> list[Event]:
+    """From "shrunk" of the records; one that is damaged is passed over."""
+    out = []
+    for record in history:
+        with suppress(KeyError, TypeError, ValueError, AttributeError):
+            found = record["shrunk"]
+            skipped = bool(found["skipped"])
+            widths = {}
+            for name, after in found["widths"].items():
+                before = int(after) + int(found["removed"][name])
+                widths[str(name)] = before, before if skipped else int(after)
+            macs = float(found["macs"]["before"]), float(found["macs"]["after"])
+            out.append(Event(float(record["epoch"]), bool(found.get("settled")), skipped, widths, macs))
+    return out
+
+
+@final
+@dataclass(frozen=True)
 class Run:
     """One run as its folder has it.
 
@@ -455,6 +497,20 @@ class Run:
     def targets(self) -> dict[str, float]:
         """Targets of its constraints by pattern."""
         return targets(self.recipe)
+
+    @property
+    def events(self) -> list[Event]:
+        """What shrinking did, and when."""
+        return _events(self.history)
+
+    @property
+    def fixed_at(self) -> float | None:
+        """The epoch after which the gates were fixed, if there was more training then."""
+        if not self.gated or not any(r.get("tuning") for r in self.history):
+            return None
+        settled = [event.epoch for event in self.events if event.settled]
+        learning = [float(r["epoch"]) for r in self.history if not r.get("tuning")]
+        return max(settled or learning, default=0.0)
 
     @property
     def dense_macs(self) -> float | None:
@@ -569,6 +625,7 @@ __all__ = [
     "FLOPS_PER_MAC",
     "LATENCY",
     "Column",
+    "Event",
     "Look",
     "Picture",
     "Run",

@@ -1,8 +1,8 @@
 """The page of one run: what it learned, what is left of the network, and how to do it again.
 
 Every chart is made from a `Run`, plain data that `facts` has gathered, says in its caption what one sees, in which unit
-and whether that is expected or kept, and has a text alternative. How a chart is drawn is in `charts` and the
-templates; the same pictures for papers are `figures`, in matplotlib.
+and whether that is expected or kept, and has a text alternative. Those over epochs are in `progress`; how a chart is
+drawn is in `charts` and the templates; the same pictures for papers are `figures`, in matplotlib.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import numpy as np
 
 from ellzero import figures
 from ellzero.folders import Folder
+from ellzero.page import progress
 from ellzero.page.charts import (
     EXPECTED,
-    KEPT,
-    SERIES,
     Chart,
+    axis,
+    escaped,
     number,
     packed,
     percent,
@@ -29,9 +30,8 @@ from ellzero.page.charts import (
     seconds,
     size,
 )
-from ellzero.page.facts import BINS, FLOPS_PER_MAC, Column, Look, Picture, Run, Spread, Strip, gather
+from ellzero.page.facts import BINS, Column, Look, Picture, Run, Spread, Strip, gather
 
-_COSTS = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
 _MOST_SETS = 6  # of gates, whose charts are shown at once
 
 
@@ -74,13 +74,14 @@ def _values(run: Run) -> dict[str, Any]:
         "look": run.look,
         "state": _state(run),
         "headlines": _headlines(run),
-        "training": _training_charts(run),
-        "flops": _flops(run),
+        "training": progress.training_charts(run),
+        "flops": progress.flops(run),
         "picture": _network(run.look.columns, run.look.epoch) if run.look is not None and run.look.columns else None,
         "gates": gates[:_MOST_SETS],
         "more_gates": gates[_MOST_SETS:],
         "images": _image_charts(run),
-        "tuned": _was_tuned(run),
+        "tuned": run.fixed_at is not None,
+        "events": progress.event_rows(run),
         "axes": _axis_rows(run.look),
         "totals": _totals(run),
         "sizes": _sizes(run),
@@ -112,7 +113,7 @@ def _objective(run: Run) -> str:
     by = ", ".join(
         percent(v, 4).replace(".0000", "") if k == "*" else f"{k} {100 * v:g} %" for k, v in run.targets.items()
     )
-    return f"A constraint: the {r.on} {_COSTS[r.cost]} must be at most {by} of the dense network's."
+    return f"A constraint: the {r.on} {progress.COSTS[r.cost]} must be at most {by} of the dense network's."
 
 
 def _headlines(run: Run) -> list[tuple[str, str, str]]:
@@ -203,205 +204,6 @@ def _about(run: Run) -> list[tuple[str, str]]:
     return [*out, ("seed", str(run.recipe.seed)), ("folder", run.folder.path.name)]
 
 
-# ---------------------------------------------------------------- over training
-
-
-def _epochs(run: Run) -> list[float]:
-    return [float(r["epoch"]) for r in run.history]
-
-
-def _line(
-    x: Sequence[Any], y: Sequence[Any], name: str, colour: str, dash: str = KEPT, unit: str = ""
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(x) <= 60 else "lines",
-        "x": list(x),
-        "y": list(y),
-        "name": name,
-        "line": {"color": colour, "dash": dash, "width": 2},
-        "marker": {"color": colour, "size": 6 if len(x) <= 20 else 4},
-        "hovertemplate": f"epoch %{{x}}<br>%{{y:.4~g}}{unit}<extra>{name}</extra>",
-    }
-
-
-def _escaped(text: str) -> str:
-    """Plotly reads some tags and templates in names: they are to be read as they are."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "% {")
-
-
-def _axis(title: str, **more: Any) -> dict[str, Any]:
-    return {"title": {"text": title}, **more}
-
-
-def _turn(run: Run) -> dict[str, Any]:
-    """Where the gates were fixed, as a shape and its label."""
-    if not _was_tuned(run):
-        return {}
-    at = run.recipe.epochs
-    line = {"color": "@muted", "width": 1, "dash": "dot"}
-    label = {"text": "gates fixed", "showarrow": False, "font": {"color": "@muted", "size": 11}}
-    place = {"x": at, "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top", "xshift": -4}
-    return {
-        "shapes": [{"type": "line", "x0": at, "x1": at, "yref": "paper", "y0": 0, "y1": 1, "line": line}],
-        "annotations": [{**label, **place}],
-    }
-
-
-def _was_tuned(run: Run) -> bool:
-    """Whether there were epochs with fixed gates."""
-    return run.gated and any(r.get("tuning") for r in run.history)
-
-
-def _constant(x: Sequence[float], y: float, name: str, colour: str, dash: str, hover: str) -> dict[str, Any]:
-    """A line for the eye to compare with."""
-    line = {"color": colour, "dash": dash, "width": 1.5}
-    ends = {"x": list(x), "y": [y] * len(x)}
-    return {"type": "scatter", "mode": "lines", **ends, "name": name, "line": line, "hovertemplate": hover}
-
-
-def _ends(values: Sequence[float | None], unit: str, digits: int = 2) -> str:
-    """Where a curve begins and ends, in words."""
-    known = [v for v in values if v is not None]
-    if not known:
-        return "no numbers yet"
-    if len(known) == 1:
-        return f"{known[0]:.{digits}f}{unit}"
-    return f"from {known[0]:.{digits}f}{unit} to {known[-1]:.{digits}f}{unit}, lowest {min(known):.{digits}f}{unit}"
-
-
-def _over_time(run: Run, title: str, **more: Any) -> dict[str, Any]:
-    few = {"dtick": 1} if run.epochs <= 12 else {}
-    x = _axis("epoch", range=[0, run.epochs * 1.02], **few)
-    return {"xaxis": x, "yaxis": _axis(title, **({"rangemode": "tozero"} | more)), **_turn(run)}
-
-
-def _training_charts(run: Run) -> list[Chart]:
-    if not run.history:
-        return []
-    x = _epochs(run)
-    error, loss = run.seen("error"), run.seen("loss")
-    how = "with the test-time gates (kept)" if run.gated else "of the dense network"
-    noise = ", with the gates' noise; the penalty or the multipliers' terms are not in it" if run.gated else ""
-    charts = [
-        Chart(
-            "error",
-            "Test error",
-            f"Share of the test images that the network gets wrong, in percent, {how}.",
-            f"Test error in percent, {how}: {_ends(error, ' %')}.",
-            [_line(x, error, "test error", "@blue", unit=" %")],
-            {**_over_time(run, "test error (%)"), "showlegend": False},
-        ),
-        Chart(
-            "loss",
-            "Training loss",
-            f"Cross-entropy in nats for one image: the mean over the steps since the record before{noise}.",
-            f"Training loss in nats: {_ends(loss, '', 4)}.",
-            [_line(x, loss, "loss", "@vermilion")],
-            {**_over_time(run, "loss (nats)", rangemode="normal"), "showlegend": False},
-        ),
-    ]
-    if run.gated:
-        charts += [_cost_chart(run, cost) for cost in _COSTS]
-        charts += _multipliers(run)
-    return charts
-
-
-def _cost_chart(run: Run, cost: str) -> Chart:
-    words, x = _COSTS[cost], _epochs(run)
-    shares = {kind: [None if v is None else 100 * v for v in run.seen(kind, cost)] for kind in ("expected", "kept")}
-    traces = [
-        _line(x, shares["kept"], "kept", "@blue", KEPT, " %"),
-        _line(x, shares["expected"], "expected", "@vermilion", EXPECTED, " %"),
-    ]
-    target = run.targets.get("*") if run.recipe.cost == cost else None
-    extra = said = ""
-    if target is not None:
-        hover = f"target {100 * target:g} %<extra></extra>"
-        traces.append(_constant([0, run.epochs], 100 * target, "target", "@muted", "dot", hover))
-        extra = f" Dotted: the target for the {run.recipe.on} number, {100 * target:g} %."
-        said = f" Target: {100 * target:g} %."
-    what = {
-        "l0_norm": "Weights that are not zero, among those that gates count (l0_norm)",
-        "params": "Parameters of the network that the gates leave",
-        "macs": "Multiply-accumulates for one image of the network that the gates leave",
-    }[cost]
-    return Chart(
-        cost.replace("_", "-"),
-        f"{words[0].upper()}{words[1:]}",
-        f"{what}, in percent of the dense network. Solid: kept by the test-time gates. Dashed: expected over their "
-        f"noise.{extra}",
-        f"{what}, in percent of dense. Kept: {_ends(shares['kept'], ' %')}. Expected: "
-        f"{_ends(shares['expected'], ' %')}.{said}",
-        traces,
-        _over_time(run, f"{words} (% of dense)"),
-    )
-
-
-def _multipliers(run: Run) -> list[Chart]:
-    patterns = list(run.targets)
-    rows = [r.get("multiplier") for r in run.history]
-    if not patterns or not all(isinstance(row, list) and len(row) >= len(patterns) for row in rows):
-        return []
-    x, traces, said = _epochs(run), [], []
-    for k, pattern in enumerate(patterns):
-        values = [row[k] if isinstance(row[k], int | float) else None for row in rows if row is not None]
-        name = "whole network" if pattern == "*" else pattern
-        dash = ("solid", "dash", "dot")[k // len(SERIES) % 3]
-        traces.append(_line(x, values, _escaped(name), SERIES[k % len(SERIES)], dash))
-        said.append(f"{name} {_ends(values, '', 3)}")
-    return [
-        Chart(
-            "multipliers",
-            "Multipliers",
-            "The multiplier λ of each constraint, in nats of loss for the whole dense cost that it bounds: it rises "
-            "while the constraint is violated, and falls or starts again at zero while it holds.",
-            f"Multipliers over training: {'; '.join(said[:8])}.",
-            traces,
-            {**_over_time(run, "λ (nats)"), "showlegend": len(patterns) > 1},
-        )
-    ]
-
-
-def _flops(run: Run) -> Chart | None:
-    dense = run.dense_macs
-    if not run.gated or not run.history or dense is None:
-        return None
-    steps = run.look.steps_per_epoch if run.look is not None else None
-    unit = "iteration" if steps else "epoch"
-    x, end = [e * (steps or 1) for e in _epochs(run)], run.epochs * (steps or 1)
-    whole = FLOPS_PER_MAC * dense
-    traces, said = [], []
-    for kind, colour, dash in (("kept", "@blue", KEPT), ("expected", "@vermilion", EXPECTED)):
-        values = [None if v is None else whole * v for v in run.seen(kind, "macs")]
-        hover = f"{unit} %{{x:,}}<br>%{{y:.4~s}}FLOPs<extra>{kind}</extra>"
-        traces.append({**_line(x, values, kind, colour, dash), "hovertemplate": hover})
-        said.append(f"{kind} at the end {number(values[-1])}")
-    traces.append(_constant([0, end], whole, "dense", "@ink", "solid", "%{y:.4~s}FLOPs<extra>dense</extra>"))
-    said.append(f"dense {number(whole)}")
-    dropout, also = run.look.dropout if run.look is not None else None, ""
-    if dropout is not None:
-        hover = "%{y:.4~s}FLOPs<extra>dropout, expected</extra>"
-        traces.append(_constant([0, end], whole * dropout, "dropout (expected)", "@muted", "dot", hover))
-        said.append(f"dropout, expected, {number(whole * dropout)}")
-        also = " Dotted: dropout, expected, with the keep rates that the gates started from."
-    return Chart(
-        "flops",
-        "FLOPs over training",
-        "Floating-point operations of a forward pass for one image; a multiplication and an addition are one each, so "
-        f"FLOPs are twice the MACs. Solid: kept. Dashed: expected. Level line: the dense network.{also} "
-        "(Louizos et al., Figures 3 and 4.)",
-        f"FLOPs for one image: {', '.join(said)}.",
-        traces,
-        {
-            "xaxis": _axis(unit, range=[0, end * 1.02], tickformat="~s" if steps else ""),
-            "yaxis": _axis("FLOPs for one image", rangemode="tozero", tickformat="~s"),
-        },
-        height=360,
-        wide=True,
-    )
-
-
 # ---------------------------------------------------------------- the network
 
 
@@ -417,7 +219,7 @@ def _network(columns: Sequence[Column], epoch: int) -> Chart:
         bands["x"] += [k + half, k + 1 - half, k + 1 - half, k + half, k + half, None]
         bands["y"] += [left, right, -right, -left, left, None]
     rows = [
-        [_escaped(c.name), c.dense, "–" if c.expected is None else f"{c.expected:,.1f}", c.kept, c.state]
+        [escaped(c.name), c.dense, "–" if c.expected is None else f"{c.expected:,.1f}", c.kept, c.state]
         for c in columns
     ]
     hover = (
@@ -437,7 +239,7 @@ def _network(columns: Sequence[Column], epoch: int) -> Chart:
         {**style, "x": k, "y": h / 2, "text": f"<b>{c.kept:,}</b><br>of {c.dense:,}"}
         for k, (c, h) in enumerate(zip(columns, before, strict=True))
     ]
-    names = {"tickvals": at, "ticktext": [_escaped(c.name) for c in columns], **({"tickangle": -60} if many else {})}
+    names = {"tickvals": at, "ticktext": [escaped(c.name) for c in columns], **({"tickangle": -60} if many else {})}
     bare = {"showgrid": False, "zeroline": False, "fixedrange": True}
     said = ", ".join(f"{c.name} {c.kept:,} of {c.dense:,}" for c in columns[:40])
     return Chart(
@@ -486,9 +288,9 @@ def _gate_charts(run: Run) -> list[tuple[str, list[Chart]]]:
     """For each set of gates its strip and its histogram, as far as there are."""
     strips = {strip.name: strip for strip in run.strips}
     spreads = {s.name: s for s in run.look.spreads} if run.look is not None else {}
-    out = []
+    out, lines = [], progress.marks(run, labels=False)
     for k, name in enumerate(dict.fromkeys([*spreads, *strips])):
-        charts = [_strip(strips[name], k)] if name in strips else []
+        charts = [_strip(strips[name], k, lines)] if name in strips else []
         charts += [_histogram(spreads[name], k)] if name in spreads else []
         out.append((name, charts))
     return out
@@ -499,7 +301,7 @@ _BAR: dict[str, Any] = {"thickness": 10, "outlinewidth": 0, "tickfont": {"color"
 _BELOW = {**_BAR, "orientation": "h", "y": 0, "yanchor": "top", "ypad": 8, "thickness": 8}
 
 
-def _strip(strip: Strip, k: int) -> Chart:
+def _strip(strip: Strip, k: int, lines: Mapping[str, Any]) -> Chart:
     rows, last = strip.percent.shape[0], strip.percent[:, -1]
     some = f" {rows} of them are shown, evenly spaced." if rows < strip.gates else ""
     sure = f"{np.mean(last >= 95):.0%} of them above 95 %, {np.mean(last <= 5):.0%} below 5 %"
@@ -521,10 +323,11 @@ def _strip(strip: Strip, k: int) -> Chart:
         f"P(open) of the gates of {strip.name}; at the end {sure}.",
         [heat],
         {
-            "xaxis": _axis("epoch", showgrid=False, **({"dtick": 1} if len(strip.epochs) <= 12 else {})),
-            "yaxis": _axis(
+            "xaxis": axis("epoch", showgrid=False, **({"dtick": 1} if len(strip.epochs) <= 12 else {})),
+            "yaxis": axis(
                 "gates", showticklabels=False, ticks="", autorange="reversed", showgrid=False, zeroline=False
             ),
+            **lines,
         },
         height=280,
     )
@@ -535,7 +338,7 @@ def _histogram(spread: Spread, k: int) -> Chart:
     width = 1 / BINS
     x = [-1.5 * width, *((b + 0.5) * width for b in range(BINS)), 1 + 1.5 * width]
     where = ["z = 0", *(f"{b * width:.2f} < z < {(b + 1) * width:.2f}" for b in range(BINS)), "z = 1"]
-    where = [_escaped(words) for words in where]
+    where = [escaped(words) for words in where]
     traces: list[dict[str, Any]] = [
         {
             "type": "bar",
@@ -575,14 +378,14 @@ def _histogram(spread: Spread, k: int) -> Chart:
         f"{percent(spread.kept[0], 1)} of the {spread.gates:,} gates of {spread.name} are closed at test time.{said}",
         traces,
         {
-            "xaxis": _axis(
+            "xaxis": axis(
                 "value of the gate z",
                 tickvals=[x[0], 0.25, 0.5, 0.75, x[-1]],
                 ticktext=["0", "0.25", "0.5", "0.75", "1"],
                 showgrid=False,
                 zeroline=False,
             ),
-            "yaxis": _axis("gates (% of the set)", rangemode="tozero"),
+            "yaxis": axis("gates (% of the set)", rangemode="tozero"),
         },
         height=280,
     )
@@ -646,7 +449,7 @@ def _filters(picture: Picture, left: tuple[int, int], gated: bool) -> Chart:
     }
     style = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "font": {"size": 10, "color": "@muted"}}
     labels = [
-        {**style, "x": x - 0.5, "y": y - 0.5, "text": _escaped(label)}
+        {**style, "x": x - 0.5, "y": y - 0.5, "text": escaped(label)}
         for (y, x), label in zip(corners, picture.labels, strict=True)
     ]
     which, gates = f"the {left[1]:,} units of {picture.what}", ""
@@ -755,25 +558,28 @@ def run_figures(folder: Folder, directory: Path, index: int = 0) -> list[Path]:
 def _draw_training(run: Run, directory: Path, files: list[Path]) -> None:
     if not run.history:
         return
-    x = _epochs(run)
+    x = progress.epochs(run)
     panels: list[tuple[str, Mapping[str, Sequence[float | None]]]] = [
         ("test error (%)", {"kept" if run.gated else "dense": run.seen("error")}),
         ("training loss (nats)", {"with noise" if run.gated else "dense": run.seen("loss")}),
     ]
     caption = "Test error and training loss by epoch"
     if run.gated:
-        for cost, words in _COSTS.items():
+        for cost, words in progress.COSTS.items():
             kinds = ("kept", "expected")
             both = {k: [None if v is None else 100 * v for v in run.seen(k, cost)] for k in kinds}
             panels.append((f"{words} (% of dense)", both))
-        for chart in _multipliers(run):
+        for chart in progress.multipliers(run):
             panels.append(("multiplier λ (nats)", {str(t["name"]): t["y"] for t in chart.traces}))
         caption += (
             ", and what the gates leave in percent of the dense network: kept by the test-time gates (solid), expected "
             "over their noise (dashed)"
         )
-    files += figures.history(x, panels, directory / "training", caption + ".")
-    flops = _flops(run)
+    marks = progress.moments(run)
+    if marks:
+        caption += f". Dotted: {', '.join(f'{word} after epoch {epoch:g}' for epoch, word in marks)}"
+    files += figures.history(x, panels, directory / "training", caption + ".", [epoch for epoch, _ in marks])
+    flops = progress.flops(run)
     if flops is not None:
         lines = [(str(t["name"]), list(t["x"]), list(t["y"])) for t in flops.traces]
         unit = str(flops.layout["xaxis"]["title"]["text"])

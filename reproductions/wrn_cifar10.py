@@ -1,0 +1,145 @@
+"""Louizos, Welling, Kingma (2018), Figure 4 and Table 2: WRN-28-10 on CIFAR-10, with measured seconds.
+
+    ellzero reproduce wrn-cifar10 --only wrn-cifar10 --seeds 1 --every 5 --device cuda --out runs/wrn-dense
+    ellzero reproduce wrn-cifar10 --only 'shrink-wrn-20-*' --seeds 1 --every 5 --device cuda --out runs/wrn-20
+    ellzero reproduce wrn-cifar10 --draw-only --out results/wrn-cifar10
+
+The paper says that gates "can greatly speed up training" and draws *expected* FLOPs over iterations; here the measured
+seconds of an epoch are beside them. A row takes a GPU for minutes to a quarter of an hour, so each is a command of its
+own, which `--resume` takes up again where it was stopped; the third command makes table and figure from the rows whose
+json lies in a folder. Rows and seeds are trained one after the other: batch norm keeps a network out of a stack.
+
+Published: Table 2 has last errors, the median of five runs, for the dense network (Zagoruyko & Komodakis, 2016), the
+one with dropout, and both λs. Those of the rows with constraints (ε for each layer) are the best and the last error
+that the 2022 code of Gallego-Posada et al. gives; it trains the whole network to the end.
+
+Seconds are those of training: compilation is in them, evaluation is not. "× dense" is to the dense row with as many
+epochs on the same device. Seconds of an epoch are medians over the records before the first event, and over those
+after the last, but for the first record of each, which has compiled.
+"""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ellzero.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, grid, legend, save
+from ellzero.folders import pace
+from ellzero.recipes import get
+from ellzero.reproduce import Row, Study, new_table, with_interval
+
+DENSE = "wrn-cifar10"
+CONSTRAINED = "shrink-wrn-{}-cifar10"
+ROWS = (
+    Row("dense", get(DENSE), error="4.00"),
+    Row("dropout 0.3", get("wrn-dropout-cifar10"), error="3.89"),
+    Row("λ=0.001/N", get("louizos-wrn-0.001-cifar10"), error="3.83"),
+    Row("λ=0.002/N", get("louizos-wrn-0.002-cifar10"), error="3.93"),
+    Row("ε=80 %", get(CONSTRAINED.format(80)), "82 % of parameters", "3.69 | 3.96±0.15"),
+    Row("ε=50 %", get(CONSTRAINED.format(50))),
+    Row("ε=35 %", get(CONSTRAINED.format(35)), "31 % of MACs", "3.80 | 4.13±0.13"),
+    Row("ε=20 %", get(CONSTRAINED.format(20)), "16 % of MACs", "4.05 | 4.28±0.16"),
+)
+COLOURS = dict(zip((r.label for r in ROWS), (INK, GREY, PURPLE, SKY, BLUE, GREEN, ORANGE, VERMILION), strict=True))
+
+Record = dict[str, Any]
+
+
+def events(seed: Record) -> list[Record]:
+    """The points of a history at which units were taken out."""
+    return [h for h in seed["history"] if "shrunk" in h and not h["shrunk"]["skipped"]]
+
+
+def paces(seed: Record) -> tuple[float, float | None]:
+    """Seconds of an epoch before the first event and after the last; None where there was none, or nothing after it."""
+    at = [h["epoch"] for h in events(seed)] or [float("inf")]
+    took = pace(seed["history"])
+    before = [seconds for _, end, seconds in took if end <= at[0]]
+    after = [seconds for start, _, seconds in took if start >= at[-1]]
+    # The first record of each has compiled. Where it is the only one, it must do.
+    return statistics.median(before[1:] or before), statistics.median(after[1:] or after) if after else None
+
+
+def macs(point: Record) -> float:
+    """The share of the dense MACs: expected while the gates are noisy, kept when they are fixed; all without gates."""
+    return float(point["kept" if point.get("tuning") else "expected"].get("macs", 1.0))
+
+
+def alike(record: Record, other: Record) -> bool:
+    """Whether their seconds can be compared."""
+    return all(
+        (record["recipe"][key], record["device"]) == (other["recipe"][key], other["device"])
+        for key in ("epochs", "network", "batch", "precision")
+    )
+
+
+def table(records: Sequence[Record], title: str) -> Table:
+    right = ("paper, error %", "best %", "last %", "MACs expected", "kept", "seconds", "× dense", "s/epoch", "after")
+    out = new_table(title, ("row", "paper, left"), right)
+    dense = next((r for r in records if r["recipe"]["name"] == DENSE), None)
+    for record in records:
+        seeds = record["seeds"]
+        shares = ["100.0 %"] * 2
+        if all("costs" in s for s in seeds):
+            means = [statistics.fmean(s["costs"]["macs"][kind] for s in seeds) for kind in ("expected", "kept")]
+            shares = [f"{100 * mean:.1f} %" for mean in means]
+        seconds = statistics.fmean(s["seconds_of_stack"] for s in seeds)
+        ratio = "–"
+        if dense is not None and alike(record, dense):
+            ratio = f"{seconds / statistics.fmean(s['seconds_of_stack'] for s in dense['seeds']):.3f}"
+        before, after = zip(*(paces(s) for s in seeds), strict=True)
+        out.add_row(
+            record["row"],
+            record["published"]["architecture"] or "–",
+            record["published"]["error"].replace(" | ", " / ") or "–",
+            with_interval([s["error_best"] for s in seeds]),
+            with_interval([s["error_last"] for s in seeds]),
+            *shares,
+            f"{seconds:.0f}",
+            ratio,
+            f"{statistics.fmean(before):.2f}",
+            "–" if None in after else f"{statistics.fmean(after):.2f}",
+        )
+    return out
+
+
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
+    with grid(1, 2, size=(7.0, 3.0)) as (figure, (cost, clock)):
+        usual = 0.0
+        for record in records:
+            for number, seed in enumerate(record["seeds"]):
+                style = {"color": COLOURS[record["row"]], "linewidth": 1.4 if number == 0 else 0.6}
+                label = record["row"] if number == 0 else None
+                points = seed["history"]
+                cost.plot([h["epoch"] for h in points], [100 * macs(h) for h in points], label=label, **style)
+                took = pace(points)
+                x, y = [took[0][0], *(end for _, end, _ in took)], [took[0][2], *(value for *_, value in took)]
+                clock.plot(x, y, drawstyle="steps-pre", **style)
+                usual = max(usual, statistics.median(y))
+                for event in events(seed):
+                    mark = {"marker": "v", "color": style["color"], "markersize": 5, "linestyle": "none"}
+                    cost.plot(event["epoch"], 100 * macs(event), **mark)
+                    clock.plot(event["epoch"], dict(zip(x, y, strict=True))[event["epoch"]], **mark)
+        cost.set(title="(a) expected", xlabel="epoch", ylabel="MACs (% of dense)", ylim=(0, 108))
+        clock.set(title="(b) measured", xlabel="epoch", ylabel="seconds per epoch", ylim=(0, 1.6 * usual))
+        legend(figure, cost)
+        device = " or ".join(dict.fromkeys(str(r["device"]) for r in records))
+        caption = f"""WRN-28-10 on CIFAR-10, {device}. (a) MACs of a forward pass that the gates leave, in percent of
+            the dense network's: expected over their noise, and kept from where they are fixed; networks without gates
+            compute everything, with dropout too. (b) Measured seconds of an epoch of training, the mean since the
+            record before, compilation included: where that is, lines may go beyond the scale. Triangles: units are
+            taken out of the network that is trained. Thin lines: further seeds."""
+        return save(figure, folder / "wrn-cifar10", caption)
+
+
+STUDY = Study(
+    "wrn-cifar10",
+    "Louizos et al. (2018), Figure 4 and Table 2, with measured seconds",
+    ROWS,
+    seeds=1,
+    table=table,
+    draw=draw,
+    keep_networks=True,
+)

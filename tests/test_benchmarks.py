@@ -1,0 +1,69 @@
+"""Benchmarks run, on small networks: what they compare is what they say, whatever the clock shows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))  # `provenance` lies beside them
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return loaded
+
+    return load
+
+
+def macs_of_wrn_10_1(*hidden: int) -> int:
+    """Of a forward pass for one image of 32 by 32 pixels, with these hidden widths."""
+    out, inputs = 3 * 16 * 9 * 32**2, 16
+    for width, side, h in zip((16, 32, 64), (32, 16, 8), hidden, strict=True):
+        out += (inputs * h + h * width) * 9 * side**2 + (inputs * width * side**2 if inputs != width else 0)
+        inputs = width
+    return out + 64 * 10
+
+
+def test_wide_networks_are_compared_with_the_dense_one_in_the_same_loop(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--network", "wrn-10-1", "--images", "16", "--batch", "8", "--multiple", "4", "--device", "cpu"]
+    small += ["--precision", "float32"]  # some CPUs have no bfloat16, and take long
+    benchmark("wrn_speed").main(
+        [*small, "--steps", "1", "--rounds", "2", "--no-compiled", "--json", str(tmp_path / "a" / "speed.json")]
+    )
+    stored = json.loads((tmp_path / "a" / "speed.json").read_text())
+    assert (stored["benchmark"], stored["images_are"]) == ("wrn_speed", "noise")
+    assert {"commit", "torch", "device", "cores"} < stored.keys()
+    assert stored["options"]["network"] == "wrn-10-1"
+    (rows,) = stored["steps"].values()
+    assert list(rows) == ["dense", "gated", "shrunk to 35 %", "shrunk to 20 %"]
+    assert [rows["dense"][key] for key in ("ratio", "ratio_low", "ratio_high", "macs")] == [1, 1, 1, 1]
+    assert rows["gated"]["macs"] == 1
+    whole = macs_of_wrn_10_1(16, 32, 64)
+    for share in (0.35, 0.2):
+        row = rows[f"shrunk to {100 * share:.0f} %"]
+        left = [4 * math.ceil(math.ceil(share * n) / 4) for n in (16, 32, 64)]
+        assert list(row["widths"].values()) == left
+        assert row["macs"] == pytest.approx(macs_of_wrn_10_1(*left) / whole)
+    for row in rows.values():
+        assert row["milliseconds"] > 0
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["compilation_seconds"] >= 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4
+    assert all("× dense" in line and "as it is" in line for line in printed)
