@@ -20,6 +20,7 @@ PAGE = ROOT / "docs" / "reproduction.md"
 TABLES = {
     "louizos2018-table1": "louizos2018-table1",
     "gallego2021-table1": "gallego2021-table1",
+    "gallego2021-init": "gallego2021-init",
     "gallego2021-extragradient": "gallego2021-extragradient",
     "gallego2021-figure2": "gallego2021-figure2",
     "control-40": "control",
