@@ -21,7 +21,7 @@ from provenance import write
 
 from ellzero.data import Dataset, load
 from ellzero.recipes import Recipe, get
-from ellzero.training import Trainer
+from ellzero.trainer import Trainer
 
 DENSE = {"placement": None, "at_most": None}
 

@@ -28,7 +28,7 @@ from provenance import write
 from ellzero.data import Dataset, stand_in
 from ellzero.gated import Gated
 from ellzero.recipes import Recipe, get
-from ellzero.training import Trainer
+from ellzero.trainer import Trainer
 
 FIRST = 5  # steps that compile and capture
 SHARES = {"gated": 1.0, "shrunk to 35 %": 0.35, "shrunk to 20 %": 0.2}

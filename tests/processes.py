@@ -231,10 +231,11 @@ def train(
 
     from ellzero import checkpoint, training
     from ellzero.folders import Folder
+    from ellzero.trainer import Trainer
 
-    step = training.Trainer.step
+    step = Trainer.step
 
-    def watched(trainer: training.Trainer, *args: Any, **kwargs: Any) -> Tensor:
+    def watched(trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
         out = step(trainer, *args, **kwargs)
         if progress is not None:
             with open(progress, "ab") as file:
@@ -245,7 +246,7 @@ def train(
                 trainer.runs.values()["network.model.fc2.bias"][3] += 1e-6
         return out
 
-    training.Trainer.step = watched  # type: ignore[method-assign]
+    Trainer.step = watched  # type: ignore[method-assign]
     random.seed(0)  # torch's generator is the run's business; these two are saved as well
     np.random.seed(0)  # noqa: NPY002
     if die is not None:
@@ -288,10 +289,10 @@ JOBS: dict[str, Callable[..., None]] = {"train": train}
 if __name__ == "__main__":
     import torch
 
-    from ellzero import training as _training
+    from ellzero.building import build
     from ellzero.recipes import Recipe
 
     # What the first network to be traced takes is taken here, once. No backward: its threads would not be forked.
     _basis: dict[str, Any] = {"name": "warm", "network": "lenet300", "data": "mnist5k", "penalty": 0.1}
-    _training.build(Recipe(**_basis), dataset("mnist5k"), torch.device("cpu"))
+    build(Recipe(**_basis), dataset("mnist5k"), torch.device("cpu"))
     serve()

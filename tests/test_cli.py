@@ -14,7 +14,8 @@ import torch
 from ellzero.cli import main
 from ellzero.cli.app import CommandError, resumable
 from ellzero.cli.models import DTYPES, example, load_model
-from ellzero.training import DivergedError, Stopped
+from ellzero.trainer import DivergedError
+from ellzero.training import Stopped
 
 NETS = '''
 """Networks whose axes can be told by looking at them."""

@@ -29,6 +29,7 @@ from ellzero.data import KNOWN, scaled, stand_in
 from ellzero.folders import Folder
 from ellzero.gated import Gated
 from ellzero.recipes import RECIPES, Recipe, get
+from ellzero.trainer import Trainer
 from ellzero.watch import Bar
 
 # A constraint that is met within four epochs of eight steps.
@@ -68,13 +69,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_hand() -> training.Trainer:
+def by_hand() -> Trainer:
     """The same without the command line."""
     return training.train([SMALL], data.load("mnist5k"))
 
 
 @pytest.fixture(scope="module")
-def network(by_hand: training.Trainer) -> Gated:
+def network(by_hand: Trainer) -> Gated:
     gated = by_hand.network(0)
     assert isinstance(gated, Gated)
     return gated
@@ -119,7 +120,7 @@ def failed(answer: tuple[int, str, str], code: int, message: str) -> None:
 
 
 def test_a_run_by_the_command_line_is_the_run_by_hand(
-    home: Path, by_hand: training.Trainer, small: torch.nn.Module, tmp_path: Path
+    home: Path, by_hand: Trainer, small: torch.nn.Module, tmp_path: Path
 ) -> None:
     files = ["compact.safetensors", "history.jsonl", "latency.json", "page.html", "results.json", "run.json"]
     assert sorted(p.name for p in home.iterdir()) == ["checkpoints", *files]
@@ -501,7 +502,7 @@ def test_evaluate_is_what_the_networks_do(run: Run, home: Path, network: Gated, 
 def test_an_unfinished_run_can_be_looked_at(run: Run, tmp_path: Path) -> None:
     """A trainer that stands after one of three epochs."""
     folder = Folder.create(tmp_path / "half", [SMALL], {})
-    trainer = training.Trainer([SMALL], data.load("mnist5k"))
+    trainer = Trainer([SMALL], data.load("mnist5k"))
     for _ in trainer.train_epoch():
         pass
     trainer.save(folder)
@@ -628,7 +629,7 @@ def test_report_is_that_of_the_library(run: Run, home: Path, network: Gated) -> 
 def test_a_stack_asks_which_run_is_meant(run: Run, tmp_path: Path) -> None:
     recipes = [SMALL, SMALL.override(name="other", seed=1, at_most=0.5)]
     folder = Folder.create(tmp_path / "stack", recipes, {"command": "ellzero reproduce table"})
-    trainer = training.Trainer(recipes, data.load("mnist5k"))
+    trainer = Trainer(recipes, data.load("mnist5k"))
     trainer.save(folder)
     message = "'stack' holds 2 runs, choose one by `--index`: 0: small, seed 0; 1: other, seed 1"
     failed(run("report", "stack"), 2, message)

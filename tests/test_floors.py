@@ -13,7 +13,8 @@ FLOORS = [
     "costs objectives",  # 4: what it costs
     "compact saving report",  # 5: the way out
     # 6: experiments
-    "zoo data recipes checkpoint folders watch parallel runs lagrangian shrinking training",
+    "zoo data recipes checkpoint folders watch parallel runs lagrangian shrinking",
+    "building capturing supply trainer training",
     "figures reproduce sweep page cli __main__",
     "__init__",
 ]

@@ -24,7 +24,7 @@ from test_resume import GATED, STEPS, WIDE, assert_same_end, bits, leaves, witho
 from torch import Tensor
 
 import ellzero as l0
-from ellzero import checkpoint, parallel, training
+from ellzero import building, checkpoint, parallel, training
 from ellzero.checkpoint import CheckpointError
 from ellzero.data import Dataset, scaled
 from ellzero.folders import Folder
@@ -86,7 +86,7 @@ def test_two_processes_train_a_dense_network_as_one_does(server: processes.Serve
         ours, theirs = state["history"], one.history
         assert [h["error"] for h in ours] == [h["error"] for h in theirs]
         assert [h["loss"] for h in ours] == pytest.approx([h["loss"] for h in theirs], rel=1e-5)
-    start_of_it = dict(training.build(dense, processes.dataset("mnist5k"), CPU)[1].named_parameters())
+    start_of_it = dict(building.build(dense, processes.dataset("mnist5k"), CPU)[1].named_parameters())
     moved = (values(both[0])["fc3.weight"] - start_of_it["fc3.weight"]).abs().max()
     assert moved > 1e-2
 
@@ -105,7 +105,7 @@ def order_and_noise(recipe: Recipe, epoch: int, gates: int, data: Dataset) -> tu
 def by_hand(recipe: Recipe, dual: l0.NuPI) -> tuple[dict[str, Tensor], Tensor, list[float]]:
     """The run as one would write it, the gates drawn anew for each half of a batch; parameters, multiplier, losses."""
     data = processes.dataset("mnist5k")
-    gated, _ = training.build(recipe, data, CPU)
+    gated, _ = building.build(recipe, data, CPU)
     assert gated is not None
     weights = [p for n, p in gated.named_parameters() if not n.startswith("gates.")]
     groups = [{"params": weights, "lr": recipe.lr}, {"params": list(gated.gates.parameters()), "lr": recipe.gate_lr}]

@@ -19,7 +19,8 @@ from ellzero.gated import Gated
 from ellzero.page import run_figures, run_page
 from ellzero.page.run import run_content
 from ellzero.recipes import get
-from ellzero.training import Trainer, train
+from ellzero.trainer import Trainer
+from ellzero.training import train
 
 # Gates that hardly move: what is closed in the beginning goes after two epochs, and nothing after three.
 RECIPE = get("budget-lenet5").override(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import ellzero as l0
 from ellzero import zoo
+from ellzero.building import WHERE
 from ellzero.recipes import _CHECKS, RECIPES, Recipe, from_strings, get, load_toml
-from ellzero.training import WHERE
 
 # ---------------------------------------------------------------- the papers' rows
 

@@ -45,7 +45,8 @@ from ellzero.reproduce import (
     table,
     took,
 )
-from ellzero.training import Stopped, Trainer
+from ellzero.trainer import Trainer
+from ellzero.training import Stopped
 from ellzero.watch import AbstractWatcher
 
 

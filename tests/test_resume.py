@@ -26,6 +26,7 @@ from ellzero import checkpoint, training
 from ellzero.checkpoint import CheckpointError
 from ellzero.folders import Folder, FolderError
 from ellzero.recipes import Recipe
+from ellzero.trainer import Trainer, _identity
 from ellzero.watch import AbstractWatcher
 
 STEPS = 5  # of an epoch
@@ -253,7 +254,7 @@ class Watch(AbstractWatcher):
 SHORT = GATED.override(epochs=1, finetune_epochs=0)
 
 
-def short(folder: Folder, watcher: Watch | None = None, data: Any = None) -> training.Trainer:
+def short(folder: Folder, watcher: Watch | None = None, data: Any = None) -> Trainer:
     watchers = [] if watcher is None else [watcher]
     images = processes.dataset("mnist5k") if data is None else data
     return training.train(folder.recipes, images, folder, watchers=watchers, save_seconds=0.0)
@@ -386,7 +387,7 @@ def test_other_data_and_another_number_of_processes_are_refused(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"was trained with 100 images and goes on with as many, got 60$"):
         short(folder, data=few)
     found = checkpoint.load(folder.checkpoints)
-    digest, plain = training._identity([SHORT])
+    digest, plain = _identity([SHORT])
     checkpoint.save(folder.checkpoints, {**found.state, "ranks": 2}, step=9, recipe_digest=digest, recipe=plain)
     with pytest.raises(CheckpointError, match=r"was trained with 2 processes and goes on with as many, got 1$"):
         short(folder)

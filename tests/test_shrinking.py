@@ -26,14 +26,16 @@ from test_resume import bits, leaves, without_seconds
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero import shrinking, training
+from ellzero import building, shrinking
+from ellzero.building import architecture
 from ellzero.compact import compact, finalize
 from ellzero.data import Dataset, stand_in
 from ellzero.folders import Folder
 from ellzero.gated import Gated
 from ellzero.recipes import Recipe, get
 from ellzero.removal import make_plan
-from ellzero.training import Stopped, Trainer, architecture, restore, train
+from ellzero.trainer import Trainer
+from ellzero.training import Stopped, restore, train
 from ellzero.watch import AbstractWatcher
 from ellzero.zoo import WideResNet
 
@@ -69,7 +71,7 @@ def doubled(r: Recipe, closed: dict[str, list[int]]) -> Trainer:
     """A trainer that computes in float64, with some gates closed from the beginning."""
     trainer = Trainer([r], images(r.data))
     trainer.runs.double()
-    trainer._images = trainer._images.double()
+    trainer.supply._images = trainer.supply._images.double()
     trainer.average = {name: value.double() for name, value in trainer.average.items()}
     dual = trainer.lagrangian
     dual.penalty, dual.member, dual.target = dual.penalty.double(), dual.member.double(), dual.target.double()
@@ -475,7 +477,7 @@ def test_a_run_that_shrinks_counts_against_the_network_of_its_recipe(shrunk: Tra
         layers: list[Any] = [net.get_submodule(name) for net in (live, small)]
         assert layers[0].weight.shape[0] == width
         assert layers[1].weight.shape[0] == result["architecture"][name] <= width
-    x = shrunk.images(images("cifar10").test_x)
+    x = shrunk.supply.scaled(images("cifar10").test_x)
     logits = gated(x)
     assert_same(shrunk.runs.evaluate("logits", x, values=shrunk.values())[0], logits, 1e-5)
     assert_same(small.eval()(x), logits, 1e-5)
@@ -579,7 +581,7 @@ def test_two_processes_shrink_alike(tmp_path: Path) -> None:
 
 
 def test_gates_on_blocks_are_those_of_the_papers() -> None:
-    gated = l0.attach(WideResNet(28, 2), torch.zeros(2, 3, 32, 32), where=training.WHERE["blocks"])
+    gated = l0.attach(WideResNet(28, 2), torch.zeros(2, 3, 32, 32), where=building.WHERE["blocks"])
     sizes = {name: gate.shape.numel() for name, gate in gated.named_gates()}
     hidden = [16 * 2] * 4 + [32 * 2] * 4 + [64 * 2] * 4
     assert sizes == {f"blocks.{k}.conv1": n for k, n in enumerate(hidden)}
@@ -598,7 +600,7 @@ def test_channels_last_gives_the_same_and_stays_when_it_shrinks(tmp_path: Path) 
     r = SHRINKING.override(epochs=3, shrink_at=(2,), finalize=False, finetune_epochs=0)
     last = r.override(channels_last=True)
     trainers = [Trainer([x], images("cifar10")) for x in (r, last)]
-    x = [t._batch(t._epoch()[0][0])[0] for t in trainers]
+    x = [t.supply.batch(t.supply.epoch(0)[0][0])[0] for t in trainers]
     assert torch.equal(*x)
     assert x[1][0].is_contiguous(memory_format=torch.channels_last)
     assert not x[0][0].is_contiguous(memory_format=torch.channels_last)

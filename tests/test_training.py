@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
+from ellzero.building import architecture, build
 from ellzero.data import Dataset, load, scaled
 from ellzero.recipes import Recipe
-from ellzero.training import Trainer, architecture, build, train
+from ellzero.trainer import Trainer
+from ellzero.training import train
 
 CPU = torch.device("cpu")
 TRAIN, BATCH = 250, 50
@@ -64,7 +66,7 @@ def by_hand(
     r: Recipe, term: Callable[[l0.Gated], Tensor] | None = None, ascend: Callable[[], None] = lambda: None
 ) -> tuple[nn.Module, list[dict[str, Tensor]], list[float]]:
     """One epoch as one would write it; the network, its parameters after every step, and the losses."""
-    order, noise = Trainer([r], data())._epoch()
+    order, noise = Trainer([r], data()).supply.epoch(0)
     gated, model = build(r, data(), CPU)
     net: Any = model if gated is None else gated
     named = dict(net.named_parameters())
@@ -270,7 +272,7 @@ def test_a_run_in_a_stack_is_the_run_alone() -> None:
             torch.testing.assert_close(stack.values()[name][run], value, rtol=1e-5, atol=2e-5)
         for key, value in alone.evaluate().items():
             torch.testing.assert_close(ours[key][run], value[0], rtol=1e-4, atol=1e-4)
-        x = alone.images(data().test_x)
+        x = alone.supply.scaled(data().test_x)
         torch.testing.assert_close(stack.network(run)(x), alone.network(0)(x), rtol=1e-3, atol=1e-3)
     assert stack.lagrangian.multiplier[0, 0] > 0
     assert not stack.lagrangian.multiplier[2].any()
@@ -290,18 +292,18 @@ def test_recipes_that_cannot_share_a_stack_are_refused() -> None:
 def test_an_epoch_is_a_function_of_seed_and_epoch() -> None:
     a, b = recipe(seed=1, samples=2), recipe(seed=2, samples=2)
     stack, alone = Trainer([a, b], data()), Trainer([b], data())
-    order, noise = stack._epoch()
+    order, noise = stack.supply.epoch(stack.epoch)
     assert order.shape == (5, 2, BATCH)
     assert noise.shape == (5, 2, 2, 300 + 100)  # steps, runs, draws, gates
     for run in range(2):
         assert sorted(order[:, run].flatten().tolist()) == list(range(TRAIN))
     torch.rand(3)  # torch's own generator has no part in it
-    for ours, theirs in zip((order, noise), alone._epoch(), strict=True):
+    for ours, theirs in zip((order, noise), alone.supply.epoch(alone.epoch), strict=True):
         assert torch.equal(ours[:, 1:], theirs)
         assert not torch.equal(ours[:, 0], ours[:, 1])
     alone.epoch = 1
-    assert not torch.equal(alone._epoch()[0], order[:, 1:])
-    assert not torch.equal(alone._epoch()[1], noise[:, 1:])
+    assert not torch.equal(alone.supply.epoch(alone.epoch)[0], order[:, 1:])
+    assert not torch.equal(alone.supply.epoch(alone.epoch)[1], noise[:, 1:])
 
 
 def test_a_run_goes_on_where_it_was_left_in_the_middle_of_an_epoch() -> None:
@@ -334,7 +336,7 @@ def test_the_average_is_corrected_for_its_beginning() -> None:
         for name, value in trainer.values().items():
             mean = sum(w * p[name] for w, p in zip(weights, path, strict=True)) / sum(weights)
             torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
-    x, y = trainer.images(data().test_x), data().test_y
+    x, y = trainer.supply.scaled(data().test_x), data().test_y
     net = copy.deepcopy(trainer.runs.template.network)
     net.load_state_dict({n.removeprefix("network."): v for n, v in trainer.values().items()}, strict=False)
     wrong = (net.eval()(x).argmax(1) != y).float().mean()
@@ -343,7 +345,7 @@ def test_the_average_is_corrected_for_its_beginning() -> None:
 
 def test_pixels_are_scaled_as_the_recipe_says() -> None:
     pixels = data().train_x.double() / 255
-    unit, standard = (Trainer([recipe(scaling=s)], data()).images(data().train_x) for s in ("unit", "standard"))
+    unit, standard = (Trainer([recipe(scaling=s)], data()).supply.scaled(data().train_x) for s in ("unit", "standard"))
     torch.testing.assert_close(unit.double(), pixels, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(standard.double(), (pixels - data().mean[0]) / data().std[0], rtol=1e-5, atol=1e-5)
 
@@ -357,7 +359,7 @@ def test_a_dense_network_is_trained_by_the_same_loop() -> None:
     assert "kept" not in trainer.history[0]
     (result,) = trainer.results()
     net = trainer.network(0)
-    wrong = (net(trainer.images(data().test_x)).argmax(1) != data().test_y).float().mean().item()
+    wrong = (net(trainer.supply.scaled(data().test_x)).argmax(1) != data().test_y).float().mean().item()
     assert result["error_last"] == pytest.approx(100 * wrong, abs=1e-4)
     assert "architecture" not in result
 
@@ -417,8 +419,8 @@ def test_tuning_is_plain_training_of_the_test_time_network() -> None:
     trainer = trained(r)
     trainer.tune()
     gated: Any = copy.deepcopy(trainer.runs.template.network).eval()
-    index = trainer._epoch()[0][0, 0]
-    x, y = trainer.images(data().train_x[index]), data().train_y[index]
+    index = trainer.supply.epoch(trainer.epoch)[0][0, 0]
+    x, y = trainer.supply.scaled(data().train_x[index]), data().train_y[index]
     expected = F.cross_entropy(gated(x), y)  # no noise, and no penalty
     assert next(trainer.train_epoch()).item() == pytest.approx(expected.item(), rel=1e-5)
 

@@ -25,11 +25,13 @@ from test_training import CPU, data, recipe, same, set_open, trained
 from torch import Tensor, nn
 
 import ellzero as l0
+from ellzero.building import build
 from ellzero.data import Dataset, epoch_generator, scaled, stand_in
 from ellzero.folders import Folder, FolderError
 from ellzero.lagrangian import AUTO_FOLDS
 from ellzero.recipes import Recipe
-from ellzero.training import DivergedError, Stopped, Trainer, build, train
+from ellzero.trainer import DivergedError, Trainer
+from ellzero.training import Stopped, train
 from ellzero.watch import AbstractWatcher
 
 
@@ -46,7 +48,7 @@ def by_name(trainer: Trainer, run: int | None = None) -> dict[str, Tensor]:
 
 def epoch_of(trainer: Trainer) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Images, classes and noise (draws, gates) of every step of the epoch that comes."""
-    dataset, (order, noise) = trainer.data, trainer._epoch()
+    dataset, (order, noise) = trainer.data, trainer.supply.epoch(trainer.epoch)
     return [
         (scaled(dataset.train_x[index], dataset.mean, dataset.std), dataset.train_y[index], draws)
         for index, draws in zip(order[:, 0], noise[:, 0], strict=True)
@@ -236,7 +238,7 @@ def test_images_are_cropped_and_mirrored_anew_in_every_epoch() -> None:
     step = trainer.step
     trainer.step = lambda x, y, noise, first: seen.append((x, y)) or step(x, y, noise, first)  # type: ignore[method-assign,func-returns-value]
     for epoch in range(2):
-        order = trainer._epoch()[0]
+        order = trainer.supply.epoch(trainer.epoch)[0]
         seen.clear()
         list(trainer.train_epoch())
         expected = augmented_by_hand(dataset, 3, epoch)
@@ -248,7 +250,8 @@ def test_images_are_cropped_and_mirrored_anew_in_every_epoch() -> None:
     assert not torch.equal(augmented_by_hand(dataset, 3, 0), augmented_by_hand(dataset, 3, 1))
     assert not torch.equal(augmented_by_hand(dataset, 3, 0), augmented_by_hand(dataset, 4, 0))
     # The order of the images does not depend on it.
-    assert torch.equal(Trainer([r.override(augment=False)], dataset)._epoch()[0], Trainer([r], dataset)._epoch()[0])
+    orders = [Trainer([one], dataset).supply.epoch(0)[0] for one in (r, r.override(augment=False))]
+    assert torch.equal(*orders)
 
 
 def test_augmented_images_cannot_be_in_a_stack() -> None:
@@ -288,7 +291,7 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     r = wide(placement="shrinkable", penalty=1e-4, gate_lr=0.1, ema=0.5, recalibrate=True)
     plain, trainer = (train([x], dataset) for x in (r.override(recalibrate=False), r))
     same(trainer, by_name(plain))
-    batches = [trainer.images(dataset.train_x[index]) for index in trainer._epoch()[0][:, 0]]
+    batches = [trainer.supply.scaled(dataset.train_x[index]) for index in trainer.supply.epoch(trainer.epoch)[0][:, 0]]
     gated: Any = plain.network(0)  # the averaged parameters count
     assert all((gate.value() > 0.1).all() and (gate.value() < 0.9).all() for _, gate in gated.named_gates())
     expected = statistics_by_hand(copy.deepcopy(gated), batches)
@@ -299,7 +302,7 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     assert not any(torch.allclose(buffers(plain)[name], value, rtol=1e-2) for name, value in expected.items())
     # They are in force in what is evaluated and handed over, and training would go on as before.
     gated.load_state_dict({**gated.state_dict(), **expected})
-    wrong = (gated(trainer.images(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
+    wrong = (gated(trainer.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
     assert trainer.history[-1]["error"] == pytest.approx(100 * wrong, abs=1e-3)
     torch.testing.assert_close(trainer.network(0)(batches[0]), gated(batches[0]), rtol=1e-3, atol=1e-3)
     norms = [m for m in trainer.runs.template.modules() if isinstance(m, nn.BatchNorm2d)]
@@ -314,8 +317,8 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
 
 
 def first_batch(trainer: Trainer) -> tuple[Tensor, Tensor, Tensor]:
-    order, noise = trainer._epoch()
-    return *trainer._batch(order[0]), noise[0, :, 0]
+    order, noise = trainer.supply.epoch(trainer.epoch)
+    return *trainer.supply.batch(order[0]), noise[0, :, 0]
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # not every CPU has bfloat16 of its own
@@ -342,7 +345,7 @@ def test_bfloat16_is_for_the_forward_and_nothing_else(size: int) -> None:
     types.clear()
     for name, value in half.evaluate().items():
         assert torch.equal(value, full.evaluate()[name]), name
-    images = full.images(few().test_x)
+    images = full.supply.scaled(few().test_x)
     assert torch.equal(half.runs.eval().evaluate("logits", images), full.runs.eval().evaluate("logits", images))
     assert set(types) == {torch.float32}
     list(half.train_epoch())

@@ -31,7 +31,8 @@ from ellzero.gated import Gated
 from ellzero.page import run_page
 from ellzero.recipes import Recipe
 from ellzero.reproduce import Study
-from ellzero.training import Trainer, restore
+from ellzero.trainer import Trainer
+from ellzero.training import restore
 from ellzero.watch import AbstractWatcher
 from ellzero.zoo import WideResNet
 
@@ -169,7 +170,7 @@ def test_the_compact_network_is_kept_and_is_the_gated_one(chain: Chain) -> None:
     kept = l0.load(WideResNet(10, 1, 10), file).eval()
     trainer = restore(chain.folder, images())
     gated = cast(Gated, trainer.network(0))
-    x = trainer.images(images().test_x)
+    x = trainer.supply.scaled(images().test_x)
     with torch.no_grad():
         logits = kept(x)
         assert_same(logits, gated(x), 1e-5)

@@ -40,6 +40,7 @@ from ellzero.folders import Folder, FolderError, provenance, write_text
 from ellzero.gated import Gated
 from ellzero.recipes import Recipe
 from ellzero.removal import ClosedAxisError
+from ellzero.trainer import STACKABLE, Trainer
 from ellzero.watch import AbstractWatcher
 
 FORMAT, FORMAT_VERSION = "ellzero.reproduction", 1
@@ -334,7 +335,7 @@ def stacks(recipes: Sequence[Recipe], limit: int = AT_ONCE) -> list[list[Recipe]
         raise ValueError(f"`limit` must be at least 1, got {limit}")
     groups: dict[str, list[Recipe]] = {}
     for recipe in recipes:
-        fields = {k: v for k, v in recipe.to_dict().items() if k not in training.STACKABLE}
+        fields = {k: v for k, v in recipe.to_dict().items() if k not in STACKABLE}
         alone = recipe.network.startswith("wrn") or any(fields.get(name) for name in _ALONE)
         own = [recipe.name, recipe.seed] if alone else None
         groups.setdefault(json.dumps([fields, own], sort_keys=True), []).append(recipe)
@@ -577,7 +578,7 @@ def _folder(where: Path, stack: list[Recipe], about: dict[str, Any]) -> Folder:
 
 def _keep(
     stack: list[Recipe],
-    trainer: training.Trainer | None,
+    trainer: Trainer | None,
     folder: Folder | None,
     dataset: Dataset,
     where: Path,
@@ -596,7 +597,7 @@ def _keep(
             say(f"no compact network of {recipe.name}, seed {recipe.seed}: {error}")
 
 
-def _constraints(trainer: training.Trainer | None, folder: Folder | None, dataset: Dataset) -> list[dict[str, Any]]:
+def _constraints(trainer: Trainer | None, folder: Folder | None, dataset: Dataset) -> list[dict[str, Any]]:
     """For every run and each of its constraints the target, and the cost that it bounds at the end, as fractions of
     dense: expected and kept. They are not in a run's results, and so stored beside them.
     """

@@ -29,13 +29,14 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from ellzero import checkpoint, figures, training
+from ellzero import building, checkpoint, figures, training
 from ellzero.compact import finalize
 from ellzero.data import Dataset, scaled
 from ellzero.folders import Folder, FolderError, provenance, write_text
 from ellzero.lagrangian import COSTS, targets
 from ellzero.recipes import Recipe, from_strings
 from ellzero.reproduce import AT_ONCE, interval, new_table, stack_name, stacks
+from ellzero.trainer import STACKABLE, DivergedError, Trainer
 from ellzero.watch import AbstractWatcher
 
 FORMAT, FORMAT_VERSION = "ellzero.sweep", 1
@@ -322,7 +323,7 @@ def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
         dataset: that it is trained on.
     """
     with torch.random.fork_rng(devices=[]):
-        model = training.network(recipe, len(dataset.classes))
+        model = building.network(recipe, len(dataset.classes))
     parameters = list(model.parameters())
     copies = 4 + (2 if recipe.optimizer == "adam" else 1)
     copies += (2 if recipe.ema is not None else 0) + (4 if recipe.extra_gradient else 0)
@@ -520,7 +521,7 @@ def run(
         folder = job if isinstance(job, Folder) else _folder(out, stack, dataset)
         try:
             training.train(stack, dataset, folder, every=sweep.every, watchers=watchers)
-        except training.DivergedError as error:
+        except DivergedError as error:
             if len(stack) > 1:
                 say(f"{error}; the {len(stack)} runs are trained one by one now")
                 shutil.rmtree(folder.path)
@@ -570,11 +571,11 @@ def _refuse_unfit(recipes: Sequence[Recipe], data: Mapping[str, Dataset]) -> Non
     networks: dict[str, nn.Module] = {}  # one for all recipes that differ in numbers and seeds alone
     bounds: set[str] = set()
     for recipe in recipes:
-        fields = {k: v for k, v in recipe.to_dict().items() if k not in training.STACKABLE}
+        fields = {k: v for k, v in recipe.to_dict().items() if k not in STACKABLE}
         patterns = [list(v) if isinstance(v, dict) else v is None for v in (recipe.at_most, recipe.penalty)]
         shape = json.dumps([fields, patterns, recipe.cost, recipe.init])
         if shape not in networks:
-            networks[shape] = training.Trainer([recipe], data[recipe.data]).network(0)
+            networks[shape] = Trainer([recipe], data[recipe.data]).network(0)
         bound = json.dumps([shape, list(targets(recipe).items())])
         if recipe.finalize and bound not in bounds:
             bounds.add(bound)

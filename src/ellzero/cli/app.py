@@ -26,7 +26,8 @@ from ellzero.data import DataError
 from ellzero.folders import FolderError
 from ellzero.removal import ClosedAxisError
 from ellzero.report import render
-from ellzero.training import DivergedError, Stopped
+from ellzero.trainer import DivergedError
+from ellzero.training import Stopped
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 

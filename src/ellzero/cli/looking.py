@@ -16,6 +16,7 @@ from rich.table import Table
 from tyro.conf import Positional, arg
 
 from ellzero import costs, data
+from ellzero.building import network as dense_network
 from ellzero.cli.app import CommandError, app, say, show, show_json
 from ellzero.cli.exporting import export, refuse
 from ellzero.cli.opening import (
@@ -34,8 +35,7 @@ from ellzero.cli.running import COMPACT
 from ellzero.gated import Gated
 from ellzero.lagrangian import COSTS
 from ellzero.recipes import RECIPES, Recipe
-from ellzero.training import Trainer
-from ellzero.training import network as dense_network
+from ellzero.trainer import Trainer
 
 Run = Annotated[str, Positional, arg(metavar="RUN")]
 Index = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]

@@ -22,7 +22,8 @@ from ellzero.data import Dataset, scaled
 from ellzero.folders import Folder
 from ellzero.gated import Gated
 from ellzero.recipes import Recipe
-from ellzero.training import Trainer, restore
+from ellzero.trainer import Trainer
+from ellzero.training import restore
 
 Device = Literal["auto", "cpu", "cuda"]
 

@@ -39,7 +39,8 @@ from ellzero.gated import Gated
 from ellzero.recipes import Recipe
 from ellzero.report import report
 from ellzero.saving import save
-from ellzero.training import DivergedError, Stopped
+from ellzero.trainer import DivergedError
+from ellzero.training import Stopped
 from ellzero.training import train as run_training
 from ellzero.watch import AbstractWatcher, Bar, TensorBoard
 

@@ -1,0 +1,157 @@
+"""Gates that settle on the way, against the network that `finalize` gives and nobody has shrunk.
+
+The oracle of the event is that network, in float64; of what comes after it, the optimizer's settings, an average kept
+by hand, and the run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from networks import assert_same, numel
+from test_resume import bits, leaves, without_seconds
+from test_shrinking import Stop, begun, doubled, gated_of, images, recipe
+
+from ellzero import gates
+from ellzero.compact import compact, finalize
+from ellzero.gated import Gated
+from ellzero.lagrangian import COSTS
+from ellzero.trainer import Trainer
+from ellzero.training import Stopped, train
+from ellzero.zoo import WideResNet
+
+SETTLING = recipe(
+    "wrn-10-1", placement="blocks", penalty=None, cost="l0_norm", at_most={f"blocks.{k}.conv1": 0.3 for k in range(3)},
+    dual="ascent", dual_lr=1.0, gate_lr=1.0, epochs=5, shrink_at=(), settle_at=2, shrink_multiple=4, l2=5e-4,
+    l2_gated_factor=0.5, optimizer="sgd", lr=0.05, nesterov=True, milestones=(4,), decay=0.1, augment=True, ema=0.5,
+    recalibrate=True,
+)  # fmt: skip
+
+
+def scattered(trainer: Trainer) -> Gated:
+    """Gates in all states."""
+    for _, gate in gated_of(trainer).named_gates():
+        n = gate.shape.numel()
+        with torch.no_grad():
+            gate.log_alpha.copy_(torch.tensor([7 * (5 * k % n) / n - 4 for k in range(n)]))  # type: ignore[operator]
+    return gated_of(trainer)
+
+
+@pytest.mark.parametrize("case", ["blocks", "per layer", "penalty"])
+def test_a_network_that_settles_is_the_finalised_one(case: str) -> None:
+    """Folding and taking out change nothing: the oracle is a copy that `finalize` has closed, and nobody has shrunk."""
+    changes: dict[str, Any] = {"ema": None}
+    r = {
+        "blocks": SETTLING.override(**changes),
+        "per layer": recipe(
+            "lenet5", placement="per_layer", penalty=None, cost="macs", at_most=0.2, shrink_at=(), settle_at=1,
+        ),
+        "penalty": SETTLING.override(at_most=None, penalty=0.1, **changes),
+    }[case]  # fmt: skip
+    trainer = doubled(r, {})
+    gated = scattered(trainer)
+    expected = copy.deepcopy(gated)
+    if r.at_most is not None:
+        finalize(expected, r.at_most, COSTS[r.cost], fill=True)
+    x = trainer.supply.scaled(images(r.data).test_x).double()
+    before = expected.eval()(x)
+    trainer.settle()
+    assert trainer.tuning
+    assert trainer.event is not None
+    assert trainer.event["settled"]
+    after = trainer.network(0)
+    assert_same(after(x), before, 1e-12)
+    settled = cast(Gated, after)
+    assert {z for values in gates.values([gate for _, gate in settled.named_gates()]) for z in values.tolist()} == {
+        0,
+        1,
+    }
+    for name in ("params", "macs"):
+        kept = float(COSTS[name](expected, kept=True))
+        assert float(COSTS[name](settled, kept=True)) == pytest.approx(kept)
+        assert float(COSTS[name](settled)) == pytest.approx(kept)
+    live = gated_of(trainer)
+    assert numel(live.model) < numel(expected.model)
+    for name, width in trainer.event["widths"].items():
+        layer: Any = live.model.get_submodule(name)
+        assert layer.weight.shape[0] == width
+        assert width % r.shrink_multiple == 0
+    if case == "blocks":  # 30 % of 16, 32 and 64 maps, and all of that is used
+        assert torch.equal(settled.opens(), expected.opens())
+        assert [int(part.sum()) for part in settled.opens().split([16, 32, 64])] == [4, 9, 19]
+        assert list(trainer.event["widths"].values()) == [4, 12, 20]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    folder = begun(SETTLING, tmp_path_factory.mktemp("run") / "run")
+    return train([SETTLING], images("cifar10"), folder)
+
+
+def test_after_settling_the_weights_train_alone_and_by_the_schedule(run: Trainer) -> None:
+    assert [h["tuning"] for h in run.history] == [False, True, True, True, True]
+    assert [("shrunk" in h) for h in run.history] == [False, True, False, False, False]
+    assert len({tuple(h["open"].values()) for h in run.history[1:]}) == 1
+    assert [group["lr"] for group in run.optimizer.param_groups if group["rate"] == 0.05] == pytest.approx(
+        [0.005] * sum(group["rate"] == 0.05 for group in run.optimizer.param_groups)
+    )
+    counted = [group for group in run.optimizer.param_groups if group["by_eq_17"]]
+    assert counted
+    assert all(group["weight_decay"] == 5e-4 * 0.5 for group in counted)
+    (result,) = run.results()
+    assert result["error_best"] == min(h["error"] for h in run.history[1:])
+    assert result["costs"]["l0_norm"]["kept"] == result["costs"]["l0_norm"]["expected"] <= 0.3
+    small = compact(cast(Gated, run.network(0)))
+    assert result["costs"]["params"]["kept"] * numel(WideResNet(10, 1)) == pytest.approx(numel(small))
+
+
+def test_the_average_goes_on_from_the_settled_network(run: Trainer) -> None:
+    """By hand: a second run is stepped from the event on, and its parameters averaged."""
+    trainer = Trainer([SETTLING], images("cifar10"))
+    scattered(trainer)
+    for _ in range(2):
+        list(trainer.train_epoch())
+    assert trainer.tuning
+    settled = {n: v.detach().clone() for n, v in trainer.runs.values().items()}
+    for name, value in trainer.values().items():
+        torch.testing.assert_close(value, settled[name])
+    steps = trainer.steps_done
+    summed = {n: v * (1 - 0.5**steps) for n, v in settled.items()}
+    for _ in trainer.train_epoch():
+        steps += 1
+        summed = {n: (v + trainer.runs.values()[n].detach()) / 2 for n, v in summed.items()}
+    for name, value in trainer.values().items():
+        torch.testing.assert_close(value, summed[name] / (1 - 0.5**steps), rtol=1e-5, atol=1e-6)
+    assert run.averaging
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5, 9])
+def test_a_checkpoint_around_the_event_goes_on_to_the_bit(steps: int, run: Trainer, tmp_path: Path) -> None:
+    """Of two steps an epoch: before the event, the step that it follows, one after it, and one near the end."""
+    folder = begun(SETTLING, tmp_path / "run")
+    with pytest.raises(Stopped):
+        train([SETTLING], images("cifar10"), folder, watchers=[Stop(steps)])
+    again = train([SETTLING], images("cifar10"), folder)
+    ours, theirs = dict(leaves(again.state())), dict(leaves(run.state()))
+    free = {name for name in ours if ".random." in name or name == ".seconds"}
+    assert [n for n in {**ours, **theirs} if n not in free and bits(ours.get(n)) != bits(theirs.get(n))] == []
+    assert without_seconds(again.history) == without_seconds(run.history) == without_seconds(folder.history())
+    assert without_seconds(folder.results()) == without_seconds(run.results())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"settle_at": 0}, "`settle_at` must be an integer of at least 1, got 0"),
+        ({"shrink_at": (4,)}, "`settle_at` must come after `shrink_at`, got 2 and \\[4\\]"),
+        ({"finetune_epochs": 1}, "`finetune_epochs` must be 0 with `settle_at`"),
+        ({"placement": None, "at_most": None}, "`settle_at` must be absent without gates"),
+    ],
+)
+def test_settling_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SETTLING.override(**change)
