@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ellzero.figures import BLUE, VERMILION, grid, save
+from ellzero.figures import BLUE, INK, VERMILION, grid, save
 from ellzero.recipes import get
 from ellzero.reproduce import Row, Study, interval, new_table, took, with_interval
 
@@ -78,9 +78,13 @@ def draw(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
             for record, at, error in zip(own, x, y, strict=True):
                 top = max(s["error_last"] for s in record["seeds"])
                 axes.plot(at, error, "o", color=colour)
-                axes.annotate(f"{100 * worst(record):.1f}", (at, top), (3, 2), textcoords="offset points", fontsize=6.5)
+                label = f"{100 * worst(record):.1f}"
+                axes.annotate(label, (at, top), (0, 4), textcoords="offset points", fontsize=6.5, ha="center")
             axes.set_xlim(0, 90)
             axes.margins(y=0.18)
+            if not own:
+                axes.set(ylim=(0, 1), yticks=())
+                axes.text(45, 0.5, "not run yet", ha="center", va="center", color=INK)
         runs = sorted({len(r["seeds"]) for r in records})
         epochs = sorted({r["recipe"]["epochs"] for r in records})
         caption = f"""Test error after {_list(epochs)} epochs against the target density, mean of {_list(runs)} runs

@@ -305,6 +305,13 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     wrong = (gated(trainer.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
     assert trainer.history[-1]["error"] == pytest.approx(100 * wrong, abs=1e-3)
     torch.testing.assert_close(trainer.network(0)(batches[0]), gated(batches[0]), rtol=1e-3, atol=1e-3)
+    # What each step has bought is told by the run without it.
+    raw: Any = plain.runs.network(0).eval()
+    wrong = (raw(trainer.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
+    without = trainer.history[-1]["error_without"]
+    assert without == {"averaging": pytest.approx(100 * wrong), "recalibration": plain.history[-1]["error"]}
+    assert plain.history[-1]["error_without"] == {"averaging": without["averaging"]}
+    assert len({wrong, *without.values()}) > 1
     norms = [m for m in trainer.runs.template.modules() if isinstance(m, nn.BatchNorm2d)]
     assert {m.momentum for m in norms} == {0.1}
     assert not any(m.training for m in norms)

@@ -649,7 +649,7 @@ def _wide() -> Iterable[Recipe]:
             paper = gallego.override(name=f"gallego-wrn-{percent}-{data}", data=data, at_most=_blocks(percent / 100))
             yield paper
             # Ours: the gates choose in the first epochs, and the small network trains on alone.
-            yield paper.override(name=f"shrink-wrn-{percent}-{data}", settle_at=10, recalibrate=True)
+            yield paper.override(name=f"shrink-wrn-{percent}-{data}", settle_at=10, ema=0.99, recalibrate=True)
 
 
 def _blocks(at_most: float) -> dict[str, float]:

@@ -99,6 +99,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.closed_for = np.zeros(first.liveness.size if first is not None else 0, dtype=np.int64)  # checks in a row
         self.event: dict[str, Any] | None = None  # what shrinking did, until it is in the history
+        self.without: dict[str, list[float]] = {}  # the last errors, had one of the last steps been left out
         self._restart()
 
     def _refuse(self) -> None:
@@ -387,19 +388,23 @@ class Trainer:
 
         In full precision. Of several processes, each looks at its share of the images.
         """
-        self.runs.eval()
         values = self.values()
+        out = {"error": self._error(values, chunk)}
+        if self.gates:
+            out["expected"], out["kept"] = self.runs.evaluate("watched", values=values).unbind(1)
+            out["open"] = self.runs.evaluate("counts", values=values)
+        return out
+
+    @torch.no_grad()
+    def _error(self, values: dict[str, Tensor], chunk: int | None = None) -> Tensor:
+        self.runs.eval()
         chunk = chunk or (1000 if self.device.type != "cuda" or self.recipe.network.startswith("wrn") else 10_000)
         wrong = torch.zeros(self.runs.size, device=self.device)
         pairs = list(zip(self.data.test_x.split(chunk), self.data.test_y.split(chunk), strict=True))
         for x, y in pairs[self.rank :: self.ranks]:
             logits = self.runs.evaluate("logits", self.supply.scaled(x), values=values)
             wrong += (logits.argmax(-1) != y).sum(1)
-        out = {"error": 100 * parallel.total(wrong) / len(self.data.test_y)}
-        if self.gates:
-            out["expected"], out["kept"] = self.runs.evaluate("watched", values=values).unbind(1)
-            out["open"] = self.runs.evaluate("counts", values=values)
-        return out
+        return 100 * parallel.total(wrong) / len(self.data.test_y)
 
     def network(self, run: int) -> nn.Module:
         """One run's network with the parameters that count, in evaluation: a `Gated`, or the dense network.
@@ -444,6 +449,8 @@ class Trainer:
                     record["prob_open"] = self._packed_probabilities()
             if self.event is not None:
                 record["shrunk"] = self.event
+            if self.without:
+                record["error_without"] = {step: errors[run] for step, errors in self.without.items()}
             records.append(record)
         self.event = None
         self.history += records
@@ -501,10 +508,22 @@ class Trainer:
                 group["weight_decay"] = self.recipe.l2 * self.recipe.l2_gated_factor
         self._restart()
 
+    def finish(self) -> None:
+        """The last thing before the last record: batch-norm statistics, and what they and averaging have bought."""
+        if self.averaging:
+            raw = {n: v.detach() for n, v in self.runs.values().items()}
+            self.without["averaging"] = self._error(raw).tolist()
+        if self.recipe.recalibrate and self._norms():
+            self.without["recalibration"] = self._error(self.values()).tolist()
+        self.recalibrate()
+
+    def _norms(self) -> list[_BatchNorm]:
+        return [m for m in self.runs.template.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
     @torch.no_grad()
     def recalibrate(self, batches: int = 200) -> None:
         """Gathers batch-norm statistics anew, with the parameters that count and the gates as they are at test time."""
-        norms = [m for m in self.runs.template.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        norms = self._norms()
         if not norms or not self.recipe.recalibrate:
             return
         self.runs.eval()

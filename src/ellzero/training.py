@@ -93,7 +93,7 @@ def train(
                 if wish == 2:
                     raise Stopped(f"stopped after epoch {trainer.epoch}, step {trainer.position}")
             if trainer.done:
-                trainer.recalibrate()
+                trainer.finish()
             last = trainer.epoch == trainer.recipe.epochs or trainer.done
             if trainer.epoch % every == 0 or last or trainer.event is not None:
                 records = trainer.note()
