@@ -17,9 +17,11 @@ from test_resume import bits, leaves, without_seconds
 from test_shrinking import Stop, begun, doubled, gated_of, images, recipe
 
 from ellzero import gates
+from ellzero.building import architecture
 from ellzero.compact import compact, finalize
 from ellzero.gated import Gated
 from ellzero.lagrangian import COSTS
+from ellzero.recipes import get
 from ellzero.trainer import Trainer
 from ellzero.training import Stopped, train
 from ellzero.zoo import WideResNet
@@ -155,3 +157,37 @@ def test_a_checkpoint_around_the_event_goes_on_to_the_bit(steps: int, run: Train
 def test_settling_that_makes_no_sense_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         SETTLING.override(**change)
+
+
+def few(name: str, **changes: Any) -> Trainer:
+    r = get(name).override(data="mnist5k", batch=16, epochs=2, settle_at=1, shrink_multiple=4, ema=None, **changes)
+    return Trainer([r], images("mnist5k"))
+
+
+def test_a_target_that_settling_cannot_reach_is_refused_before_the_training() -> None:
+    with pytest.raises(ValueError, match=r"^`at_most` for 'fc1' must be at least"):
+        few("gallego-mlp", at_most={"fc1": 0.001})
+
+
+@pytest.mark.parametrize("name", ["louizos-mlp", "gallego-mlp", "louizos-lenet5"])
+@pytest.mark.parametrize("closed", ["one", "all", "nested"])
+def test_a_layer_that_is_closed_when_the_gates_settle_is_not_lost_for_good(name: str, closed: str) -> None:
+    """Its gates would have opened again while they were noisy."""
+    trainer = few(name, gate_lr=1e-6)
+    members = {n: v for n, v in trainer.runs.values().items() if n.startswith("network.gates.")}
+    with torch.no_grad():
+        for key, value in members.items():
+            if closed == "all" or (closed == "one" and "fc2" in key):
+                value.copy_(-8 - 0.01 * torch.arange(len(value)).flip(0))
+        if closed == "nested" and "lenet5" in name:  # inputs of fc1 are open in a map that is closed, and there alone
+            members["network.gates.fc1.log_alpha"][16:] = -8
+            members["network.gates.conv2.log_alpha"][:1] = -8
+    list(trainer.train_epoch())
+    assert trainer.tuning
+    network = cast(Gated, trainer.network(0))
+    compact(network)  # refuses where a layer is closed as a whole
+    left = architecture(network)
+    assert min(left.values()) >= 1
+    if closed == "all" and trainer.recipe.at_most is None:  # one of each, the last: it is the most probable
+        assert set(left.values()) == {1}
+        assert all(bool(gate.open()[-1]) for _, gate in network.named_gates())

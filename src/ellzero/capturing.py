@@ -29,8 +29,10 @@ def _fastest_convolutions() -> Iterator[None]:
     """Lets cuDNN try which algorithm is fastest, in the few steps before one is captured."""
     flags = torch.backends.cudnn
     before, flags.benchmark = flags.benchmark, True
-    yield
-    flags.benchmark = before
+    try:
+        yield
+    finally:
+        flags.benchmark = before
 
 
 @final

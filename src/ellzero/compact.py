@@ -183,9 +183,9 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
         gated: the network.
         at_most: fraction of the dense cost in (0, 1], or fractions by pattern as in `Constraint`.
         cost: `params`, `macs`, `units` or `l0_norm`.
-        fill: also open closed units, by little (`AbstractGate.open_`) and those with most evidence for their cost
-            first, while they fit: a budget that is not used is error for nothing. This changes what the network
-            computes; tune it afterwards.
+        fill: also open closed units, by little (`AbstractGate.open_`): one of each set that has none, as `revive` does,
+            then those with most evidence for their cost first, while they fit, since a budget that is not used is error
+            for nothing. This changes what the network computes; tune it afterwards.
 
     Raises:
         ValueError: the target lies below what the gates can reach; nothing is changed.
@@ -199,17 +199,56 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
             raise ValueError(f"`at_most` is a fraction of the dense cost in (0, 1], got {fraction!r}")
     opens = gated.opens()
     with torch.no_grad():
+        opens = _revived(gated, opens) if fill else opens
         last = _one_of_each(gated, opens, gated.evidence())
         for only, fraction in targets.items():
             opens = _closed_until(gated, opens, last, cost, only, fraction)
         if fill:
             opens = _filled(gated, opens, cost, targets)
+    _put(gated, opens)
+
+
+def revive(gated: Gated) -> None:
+    """Opens, by little, one unit of every set that is closed as a whole: the one with most evidence.
+
+    A layer that is closed as a whole can still open while its gates are noisy; where they are fixed it is lost.
+
+    Example:
+        >>> from ellzero.gated import attach
+        >>> gated = attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
+        >>> for _, gate in gated.named_gates():
+        ...     gate.close_(torch.tensor([True, True, True]))
+        >>> revive(gated)
+        >>> int(gated.opens().sum())
+        1
+    """
+    _check(gated)
+    with torch.no_grad():
+        _put(gated, _revived(gated, gated.opens()))
+
+
+def _put(gated: Gated, opens: Tensor) -> None:
     start = 0
     for _, gate in gated.named_gates():
         mine = opens[start : start + gate.shape.numel()].reshape(gate.shape)
         gate.close_(gate.open() & ~mine)
         gate.open_(~gate.open() & mine)
         start += gate.shape.numel()
+
+
+def _revived(gated: Gated, opens: Tensor) -> Tensor:
+    """With one more open in each set of which none is open that matters beside the sets before."""
+    opens, start, evidence = opens.clone(), 0, gated.evidence()
+    there = ~torch.as_tensor(gated.gone(), device=opens.device)
+    for _, gate in gated.named_gates():
+        mine = slice(start, start := start + gate.shape.numel())
+        ahead = opens.clone()
+        ahead[start:] = True  # whatever comes after it
+        matter = there[mine] & (_savings(gated, ahead, params, None)[mine] > 0)
+        among = matter if bool(matter.any()) else there[mine]
+        if not bool((opens[mine] & among).any()):
+            opens[mine][torch.where(among, evidence[mine], -torch.inf).argmax()] = True
+    return opens
 
 
 def refuse_unreachable(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params) -> None:

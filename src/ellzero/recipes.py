@@ -189,6 +189,16 @@ class Recipe:
                 return p
         raise ValueError(f"`drop_rates` must have a pattern for `{gate}`, got {', '.join(map(repr, self.drop_rates))}")
 
+    @property
+    def projects(self) -> bool:
+        """Whether units are closed, at the end or on the way, until the kept cost is within its target."""
+        return self.finalize or self.settles
+
+    @property
+    def settles(self) -> bool:
+        """Whether the gates settle on the way."""
+        return self.settle_at is not None and self.settle_at <= self.epochs
+
     # ---- as plain data ----------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:

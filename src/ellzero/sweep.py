@@ -12,7 +12,6 @@ goes on. This file does not know how a stack is trained, nor how a figure looks.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
@@ -30,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from ellzero import building, checkpoint, figures, training
-from ellzero.compact import finalize
+from ellzero.compact import refuse_unreachable
 from ellzero.data import Dataset, scaled
 from ellzero.folders import Folder, FolderError, provenance, write_text
 from ellzero.lagrangian import COSTS, targets
@@ -577,11 +576,9 @@ def _refuse_unfit(recipes: Sequence[Recipe], data: Mapping[str, Dataset]) -> Non
         if shape not in networks:
             networks[shape] = Trainer([recipe], data[recipe.data]).network(0)
         bound = json.dumps([shape, list(targets(recipe).items())])
-        if recipe.finalize and bound not in bounds:
+        if recipe.projects and recipe.at_most is not None and bound not in bounds:
             bounds.add(bound)
-            gated = cast("Any", copy.deepcopy(networks[shape]))
-            for pattern, at_most in targets(recipe).items():
-                finalize(gated, at_most if pattern == "*" else {pattern: at_most}, COSTS[recipe.cost])
+            refuse_unreachable(cast("Any", networks[shape]), recipe.at_most, COSTS[recipe.cost])
 
 
 # ---------------------------------------------------------------- what came out

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ellzero import checkpoint, costs, gates, parallel, shrinking
 from ellzero.building import architecture, build
 from ellzero.capturing import Captured, compiled
-from ellzero.compact import finalize, refuse_unreachable
+from ellzero.compact import finalize, refuse_unreachable, revive
 from ellzero.data import Dataset
 from ellzero.folders import Folder
 from ellzero.gated import Gated
@@ -70,9 +70,9 @@ class Trainer:
         first = built[0][0]
         for r in self.recipes:
             if r.at_most is not None:  # a target that the gates cannot reach is refused here, not after the training
-                on = "kept" if r.finalize else r.on
+                on = "kept" if r.projects else r.on
                 Constraint(COSTS[r.cost], r.at_most, on=on).bind(cast(Gated, first))
-                if r.finalize:
+                if r.projects:
                     refuse_unreachable(cast(Gated, first), r.at_most, COSTS[r.cost])
         self.gates = [] if first is None else [name for name, _ in first.named_gates()]
         self.supply = Supply(recipes, dataset, 1 if first is None else first.liveness.size)
@@ -329,12 +329,13 @@ class Trainer:
     def settle(self) -> None:
         """Ends the gates' learning on the way: keeps what fits the targets, and trains it on as a plain small network.
 
-        Units are closed, or opened, until the kept cost is just within its target; gates that are open are folded into
-        the weights, what is closed is taken out. The rest of the budget would be error for nothing, and so would noise
-        in a network that is small already. Notes it as `event`.
+        Units are closed, or opened, until the kept cost is just within its target, and at least one of each set is
+        open; gates that are open are folded into the weights, what is closed is taken out. The rest of the budget would
+        be error for nothing, and so would noise in a network that is small already. Notes it as `event`.
         """
         r, gated = self.recipe, cast(Gated, self.runs.template.network)
         self._take_values()
+        revive(gated)
         if r.at_most is not None:
             finalize(gated, r.at_most, COSTS[r.cost], fill=True)
         with torch.no_grad():
@@ -546,8 +547,7 @@ class Trainer:
         for run, recipe in enumerate(self.recipes):
             mine = self.history[run :: self.runs.size]  # `note` writes one record of each run at a time
             # Where units are closed in the end, what was better before was another network, and too large.
-            closes = recipe.finalize or recipe.settle_at is not None
-            its_own = ([h for h in mine if h["tuning"]] if closes else mine) or mine
+            its_own = ([h for h in mine if h["tuning"]] if recipe.projects else mine) or mine
             result: dict[str, Any] = {
                 "recipe": recipe.to_dict(),
                 "seed": recipe.seed,
