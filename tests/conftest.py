@@ -1,5 +1,6 @@
 """What all tests share: a fixed seed, torch's global state left as it was, and no verdict that depends on the clock."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ from hypothesis import HealthCheck, settings
 # The parent is hypothesis' own choice: random examples at home; the same ones every time where CI is set.
 settings.register_profile("ellzero", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
 settings.load_profile("ellzero")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and what a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
