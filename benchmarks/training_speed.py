@@ -10,13 +10,10 @@ interleaved, and each ratio is the median over the rounds of a block's time to t
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Iterator
-from itertools import chain, repeat
 from pathlib import Path
 
 import torch
+from comparing import compared, steps, timed
 from provenance import write
 
 from ellzero.data import Dataset, load
@@ -24,21 +21,6 @@ from ellzero.recipes import Recipe, get
 from ellzero.trainer import Trainer
 
 DENSE = {"placement": None, "at_most": None}
-
-
-def steps(trainer: Trainer) -> Iterator[torch.Tensor]:
-    """One step after the other, over all epochs."""
-    return chain.from_iterable(trainer.train_epoch() for _ in repeat(None))
-
-
-def timed(run: Iterator[torch.Tensor], count: int, device: torch.device) -> float:
-    """Seconds of one step."""
-    started = time.perf_counter()
-    for _ in range(count):
-        next(run)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) / count
 
 
 def measure(recipe: Recipe, dataset: Dataset, o: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -53,19 +35,8 @@ def measure(recipe: Recipe, dataset: Dataset, o: argparse.Namespace) -> dict[str
             stack = [one.override(seed=seed, compile=compiled, epochs=1000) for seed in range(count)]
             running[kind] = steps(Trainer(stack, dataset))
             first[kind] = 10 * timed(running[kind], 10, device)  # compilation and capture are in here
-        rounds: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for _ in range(o.rounds):
-            for kind, run in running.items():
-                rounds[kind].append(timed(run, o.steps, device))
-        for kind, seconds in rounds.items():
-            ratios = [s / d for s, d in zip(seconds, rounds["dense"], strict=True)]
-            out[f"{kind}, {way}"] = {
-                "milliseconds": 1e3 * statistics.median(seconds),
-                "ratio": statistics.median(ratios),
-                "ratio_low": min(ratios),
-                "ratio_high": max(ratios),
-                "first_10_steps_seconds": first[kind],
-            }
+        for kind, numbers in compared(running, o.steps, o.rounds, device).items():
+            out[f"{kind}, {way}"] = {**numbers, "first_10_steps_seconds": first[kind]}
     return out
 
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
-from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from comparing import compared, steps, timed
 from provenance import write
 
 from ellzero.data import Dataset, stand_in
@@ -60,21 +58,6 @@ def shrink(trainer: Trainer, share: float) -> dict[str, Any]:
     return {"widths": event["widths"], "macs": event["macs"]["after"]}
 
 
-def steps(trainer: Trainer) -> Iterator[torch.Tensor]:
-    """One step after the other, over all epochs."""
-    return chain.from_iterable(trainer.train_epoch() for _ in repeat(None))
-
-
-def timed(run: Iterator[torch.Tensor], count: int, device: torch.device) -> float:
-    """Seconds of one step."""
-    started = time.perf_counter()
-    for _ in range(count):
-        next(run)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) / count
-
-
 def measure(o: argparse.Namespace, dataset: Dataset, compiled: bool) -> dict[str, dict[str, Any]]:
     device = dataset.train_x.device
     running, first, out = {}, {}, dict[str, dict[str, Any]]()
@@ -85,19 +68,9 @@ def measure(o: argparse.Namespace, dataset: Dataset, compiled: bool) -> dict[str
             out[kind] = shrink(trainer, SHARES[kind])
         running[kind] = steps(trainer)
         first[kind] = FIRST * timed(running[kind], FIRST, device)
-    rounds: dict[str, list[float]] = {kind: [] for kind in running}
-    for _ in range(o.rounds):
-        for kind, run in running.items():
-            rounds[kind].append(timed(run, o.steps, device))
-    for kind, seconds in rounds.items():
-        ratios = [s / d for s, d in zip(seconds, rounds["dense"], strict=True)]
-        out[kind] |= {
-            "milliseconds": 1e3 * statistics.median(seconds),
-            "ratio": statistics.median(ratios),
-            "ratio_low": min(ratios),
-            "ratio_high": max(ratios),
-            "compilation_seconds": max(0.0, first[kind] - FIRST * statistics.median(seconds)),
-        }
+    for kind, numbers in compared(running, o.steps, o.rounds, device).items():
+        usual = FIRST * numbers["milliseconds"] / 1e3
+        out[kind] |= {**numbers, "compilation_seconds": max(0.0, first[kind] - usual)}
     return out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -10,21 +9,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts import loaded
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))  # `provenance` lies beside them
+    monkeypatch.syspath_prepend(str(FOLDER))  # `provenance` and `comparing` lie beside them
 
     def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(loaded)
-        return loaded
+        return loaded(FOLDER / f"{name}.py")
 
     return load
 

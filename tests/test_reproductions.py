@@ -4,7 +4,6 @@ invented records, and the page that is made of them.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import random
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import integrate, stats
+from scripts import loaded
 
 from ellzero.figures import _PUBLISHED
 from ellzero.reproduce import Study, draw, find, studies
@@ -47,12 +47,7 @@ def known() -> dict[str, Study]:
 
 @cache
 def module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    return loaded(FOLDER / f"{name}.py")
 
 
 def invented(study: Study, seeds: int = 3, epochs: int = 4) -> list[dict[str, Any]]:

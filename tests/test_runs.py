@@ -160,10 +160,12 @@ def test_a_run_can_be_taken_out_as_a_network_of_its_own(size: int) -> None:
 @pytest.mark.parametrize("size", [1, SIZE])
 def test_all_parameters_are_gates_or_weights_and_all_are_trained(size: int) -> None:
     runs = Runs([objective(seed) for seed in range(size)])
-    gates, weights = runs.gates_and_weights()
-    assert sum(p.numel() for p in gates) == size * (8 + 6 + 4)
-    assert sum(p.numel() for p in weights) == size * (8 * 6 + 6 + 6 * 4 + 4 + 4 * 3 + 3)
-    assert {id(p) for p in runs.parameters()} == {id(p) for p in gates + weights}
+    members = runs.values()
+    gates = {name for name in members if name.startswith("network.gates.")}
+    assert sum(members[name].numel() for name in gates) == size * (8 + 6 + 4)
+    weights = members.keys() - gates
+    assert sum(members[name].numel() for name in weights) == size * (8 * 6 + 6 + 6 * 4 + 4 + 4 * 3 + 3)
+    assert {id(p) for p in runs.parameters()} == {id(p) for p in members.values()}
 
 
 def test_networks_with_buffers_train_alone_only() -> None:
@@ -192,9 +194,7 @@ def test_a_dense_network_has_no_costs() -> None:
     loss, fractions = stack(x, y, noise)
     assert fractions.shape == (SIZE, 0)
     close(loss, torch.stack([F.cross_entropy(dense(i)(x[i]), y[i]) for i in range(SIZE)]))
-    gates, weights = stack.gates_and_weights()
-    assert not gates
-    assert len(weights) == 2
+    assert list(stack.values()) == ["network.weight", "network.bias"]
 
 
 def test_mode_and_type_reach_the_network_that_runs() -> None:

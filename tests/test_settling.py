@@ -13,8 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from networks import assert_same, numel
-from test_resume import bits, leaves, without_seconds
-from test_shrinking import Stop, begun, doubled, gated_of, images, recipe
+from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
 from ellzero import gates
 from ellzero.building import architecture
@@ -23,7 +22,7 @@ from ellzero.gated import Gated
 from ellzero.lagrangian import COSTS
 from ellzero.recipes import get
 from ellzero.trainer import Trainer
-from ellzero.training import Stopped, train
+from ellzero.training import train
 from ellzero.zoo import WideResNet
 
 SETTLING = recipe(
@@ -134,15 +133,7 @@ def test_the_average_goes_on_from_the_settled_network(run: Trainer) -> None:
 @pytest.mark.parametrize("steps", [3, 4, 5, 9])
 def test_a_checkpoint_around_the_event_goes_on_to_the_bit(steps: int, run: Trainer, tmp_path: Path) -> None:
     """Of two steps an epoch: before the event, the step that it follows, one after it, and one near the end."""
-    folder = begun(SETTLING, tmp_path / "run")
-    with pytest.raises(Stopped):
-        train([SETTLING], images("cifar10"), folder, watchers=[Stop(steps)])
-    again = train([SETTLING], images("cifar10"), folder)
-    ours, theirs = dict(leaves(again.state())), dict(leaves(run.state()))
-    free = {name for name in ours if ".random." in name or name == ".seconds"}
-    assert [n for n in {**ours, **theirs} if n not in free and bits(ours.get(n)) != bits(theirs.get(n))] == []
-    assert without_seconds(again.history) == without_seconds(run.history) == without_seconds(folder.history())
-    assert without_seconds(folder.results()) == without_seconds(run.results())
+    interrupted(begun(SETTLING, tmp_path / "run"), steps, run)
 
 
 @pytest.mark.parametrize(

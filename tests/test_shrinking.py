@@ -488,19 +488,25 @@ def test_a_run_that_shrinks_counts_against_the_network_of_its_recipe(shrunk: Tra
 def test_a_checkpoint_after_a_shrink_goes_on_to_the_bit(steps: int, shrunk: Trainer, tmp_path: Path) -> None:
     """Of two steps an epoch: the step that the first event follows, one after it, and one in tuning."""
     folder = begun(SHRINKING, tmp_path / "run")
-    with pytest.raises(Stopped):
-        train([SHRINKING], images("cifar10"), folder, watchers=[Stop(steps)])
-    again = train([SHRINKING], images("cifar10"), folder)
-    ours, theirs = dict(leaves(again.state())), dict(leaves(shrunk.state()))
-    free = {name for name in ours if ".random." in name or name == ".seconds"}
-    assert [n for n in {**ours, **theirs} if n not in free and bits(ours.get(n)) != bits(theirs.get(n))] == []
-    assert without_seconds(again.history) == without_seconds(shrunk.history) == without_seconds(folder.history())
-    assert without_seconds(folder.results()) == without_seconds(shrunk.results())
+    again = interrupted(folder, steps, shrunk)
     if steps == 11:
         seen = restore(folder, images("cifar10"))
         assert without_seconds(seen.results()) == without_seconds(again.results())
         x = torch.randn(2, 3, 32, 32)
         assert torch.equal(compact(cast(Gated, seen.network(0)))(x), compact(cast(Gated, again.network(0)))(x))
+
+
+def interrupted(folder: Folder, steps: int, whole: Trainer) -> Trainer:
+    """The run of a folder, stopped after so many steps and taken up again: to the bit the one that was not."""
+    with pytest.raises(Stopped):
+        train(folder.recipes, images("cifar10"), folder, watchers=[Stop(steps)])
+    again = train(folder.recipes, images("cifar10"), folder)
+    ours, theirs = dict(leaves(again.state())), dict(leaves(whole.state()))
+    free = {name for name in ours if ".random." in name or name == ".seconds"}
+    assert [n for n in {**ours, **theirs} if n not in free and bits(ours.get(n)) != bits(theirs.get(n))] == []
+    assert without_seconds(again.history) == without_seconds(whole.history) == without_seconds(folder.history())
+    assert without_seconds(folder.results()) == without_seconds(whole.results())
+    return again
 
 
 class Stop(AbstractWatcher):

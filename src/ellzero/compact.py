@@ -246,7 +246,7 @@ def _revived(gated: Gated, opens: Tensor) -> Tensor:
         ahead[start:] = True  # whatever comes after it
         matter = there[mine] & (_savings(gated, ahead, params, None)[mine] > 0)
         among = matter if bool(matter.any()) else there[mine]
-        if not bool((opens[mine] & among).any()):
+        if bool(among.any()) and not bool((opens[mine] & among).any()):
             opens[mine][torch.where(among, evidence[mine], -torch.inf).argmax()] = True
     return opens
 

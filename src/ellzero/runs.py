@@ -189,12 +189,6 @@ class Runs(nn.Module):
             return dict(self.alone.named_parameters())
         return {name: self.get_parameter(name.replace(".", "|")) for name in self.keys}
 
-    def gates_and_weights(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The parameters in two groups."""
-        members: dict[str, Any] = self.values()
-        gates = [p for n, p in members.items() if n.startswith("network.gates.")]
-        return gates, [p for n, p in members.items() if not n.startswith("network.gates.")]
-
     def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Task loss (runs,) and cost fractions (runs, parts) of one batch for each run: `x` is (runs, batch, …)."""
         if self.alone is not None:

@@ -335,8 +335,9 @@ class Trainer:
         """
         r, gated = self.recipe, cast(Gated, self.runs.template.network)
         self._take_values()
-        revive(gated)
-        if r.at_most is not None:
+        if r.at_most is None:
+            revive(gated)
+        else:
             finalize(gated, r.at_most, COSTS[r.cost], fill=True)
         with torch.no_grad():
             members = dict(gated.model.named_parameters())
