@@ -44,6 +44,48 @@ def close(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+PLAIN = {
+    "plain": {},
+    "without bias": {"bias": False},
+    "oblong": {"kernel_size": (2, 4)},
+    "of single pixels": {"kernel_size": 1},
+}
+OTHER = {"stride": {"stride": 2}, "padding": {"padding": 1}, "dilation": {"dilation": 2}}
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *OTHER])
+def test_convolutions_of_a_stack_compute_what_each_run_does_alone(kind: str) -> None:
+    """Those over one map are made products of matrices, and no others; what is handed over is a convolution again."""
+
+    def made(seed: int) -> Objective:
+        torch.manual_seed(seed)
+        first = nn.Conv2d(1, 4, **{"kernel_size": 3, **PLAIN.get(kind, {}), **OTHER.get(kind, {})})
+        net = nn.Sequential(first, nn.ReLU(), nn.Conv2d(4, 5, 2), nn.Flatten(), nn.LazyLinear(3))
+        net(torch.zeros(1, 1, 8, 9))
+        gates = l0.attach(net, torch.zeros(1, 1, 8, 9))
+        return Objective(gates.double(), net, [(l0.l0_norm, None)])
+
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SIZE, 7, 1, 8, 9, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (SIZE, 7), generator=generator)
+    alone = [made(seed) for seed in range(SIZE)]
+    noise = torch.rand(SIZE, alone[0].opens().numel(), generator=generator, dtype=torch.float64)
+    each = [o(x[i], y[i], noise[i])[0] for i, o in enumerate(alone)]
+    stack = Runs([made(seed) for seed in range(SIZE)])
+    assert sum("_conv_forward" in m.__dict__ for m in stack.template.modules()) == (kind in PLAIN)
+    loss, _ = stack(x, y, noise)
+    close(loss, torch.stack(each))
+    loss.sum().backward()
+    torch.stack(each).sum().backward()
+    for name, value in stack.values().items():
+        assert value.grad is not None
+        close(value.grad, torch.stack([o.get_parameter(name).grad for o in alone]))  # type: ignore[misc]
+    for run, o in enumerate(alone):
+        network = stack.network(run)
+        assert not any("_conv_forward" in m.__dict__ for m in network.modules())
+        close(network.eval()(x[0]), o.network.eval()(x[0]))
+
+
 def test_one_objective_is_cross_entropy_and_fractions_of_the_dense_cost() -> None:
     x, y, noise = (t[0] for t in batch())
     one = objective(0)
