@@ -84,13 +84,16 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--multiple", type=int, default=32, help="of the widths that are left")
     parser.add_argument("--steps", type=int, default=50, help="in a block")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--as-it-is", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--json", type=Path)
     o = parser.parse_args(words)
     dataset = stand_in("cifar10", o.images, o.device)
     numbers = {}
-    for way, compiled in {"as it is": False, **({"compiled": True} if o.compiled else {})}.items():
-        numbers[way] = measure(o, dataset, compiled)
+    for way, wanted in {"as it is": o.as_it_is, "compiled": o.compiled}.items():
+        if not wanted:
+            continue
+        numbers[way] = measure(o, dataset, way == "compiled")
         for kind, n in numbers[way].items():
             print(
                 f"{kind:16} {way:9} {100 * n['macs']:5.1f} % of MACs {n['milliseconds']:9.3f} ms  "

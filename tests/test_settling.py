@@ -110,24 +110,53 @@ def test_after_settling_the_weights_train_alone_and_by_the_schedule(run: Trainer
     assert result["costs"]["params"]["kept"] * numel(WideResNet(10, 1)) == pytest.approx(numel(small))
 
 
-def test_the_average_goes_on_from_the_settled_network(run: Trainer) -> None:
+def test_the_average_is_of_the_settled_network_alone(run: Trainer) -> None:
     """By hand: a second run is stepped from the event on, and its parameters averaged."""
     trainer = Trainer([SETTLING], images("cifar10"))
     scattered(trainer)
-    for _ in range(2):
-        list(trainer.train_epoch())
+    list(trainer.train_epoch())
+    for name, value in trainer.values().items():  # not yet
+        assert torch.equal(value, trainer.runs.values()[name])
+    list(trainer.train_epoch())
     assert trainer.tuning
-    settled = {n: v.detach().clone() for n, v in trainer.runs.values().items()}
     for name, value in trainer.values().items():
-        torch.testing.assert_close(value, settled[name])
-    steps = trainer.steps_done
-    summed = {n: v * (1 - 0.5**steps) for n, v in settled.items()}
-    for _ in trainer.train_epoch():
-        steps += 1
-        summed = {n: (v + trainer.runs.values()[n].detach()) / 2 for n, v in summed.items()}
+        assert torch.equal(value, trainer.runs.values()[name])
+    seen = []
+    for _ in range(2):
+        for _ in trainer.train_epoch():
+            seen.append({n: v.detach().clone() for n, v in trainer.runs.values().items()})
+    weights = [0.5 ** (len(seen) - k) for k in range(len(seen))]
     for name, value in trainer.values().items():
-        torch.testing.assert_close(value, summed[name] / (1 - 0.5**steps), rtol=1e-5, atol=1e-6)
+        by_hand = sum(w * v[name] for w, v in zip(weights, seen, strict=True)) / sum(weights)
+        torch.testing.assert_close(value, by_hand, rtol=1e-5, atol=1e-6)
     assert run.averaging
+
+
+def test_a_look_gathers_statistics_of_the_average_and_leaves_those_of_training() -> None:
+    """Against a copy of the averaged network whose batch norm has seen the same batches, and what a look must leave."""
+    trainer = Trainer([SETTLING], images("cifar10"))
+    scattered(trainer)
+    for _ in range(3):
+        list(trainer.train_epoch())
+    before = {n: b.clone() for n, b in trainer.runs.template.named_buffers()}
+    seen = trainer.evaluate()
+    assert all(torch.equal(b, before[n]) for n, b in trainer.runs.template.named_buffers())
+    by_hand = copy.deepcopy(trainer.runs.network(0, trainer.values())).eval()
+    for module in by_hand.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None
+            module.train()
+    with torch.no_grad():
+        for index in trainer.supply.epoch(trainer.epoch)[0]:
+            by_hand(trainer.supply.batch(index)[0][0])
+        logits = by_hand.eval()(trainer.supply.scaled(trainer.data.test_x))
+    wrong = float((logits.argmax(1) != trainer.data.test_y).float().mean())
+    assert seen["error"].item() == pytest.approx(100 * wrong)
+    trainer.recalibrate()  # the same, for good
+    expected = dict(by_hand.named_buffers())
+    for name, buffer in trainer.runs.network(0).named_buffers():
+        torch.testing.assert_close(buffer, expected[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", [3, 4, 5, 9])

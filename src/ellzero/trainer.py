@@ -95,7 +95,7 @@ class Trainer:
         self.epoch = self.position = self.ascents = self.summed = 0
         self.seconds = 0.0  # of training since the last record
         self.tuning = False  # whether the gates are fixed
-        self.averaging = bool(self.average)
+        self.averaging = bool(self.average) and not recipe.settles  # where gates settle: from then on
         self.history: list[dict[str, Any]] = []
         self.closed_for = np.zeros(first.liveness.size if first is not None else 0, dtype=np.int64)  # checks in a row
         self.event: dict[str, Any] | None = None  # what shrinking did, until it is in the history
@@ -334,7 +334,6 @@ class Trainer:
         be error for nothing, and so would noise in a network that is small already. Notes it as `event`.
         """
         r, gated = self.recipe, cast(Gated, self.runs.template.network)
-        self._take_values()
         if r.at_most is None:
             revive(gated)
         else:
@@ -346,19 +345,15 @@ class Trainer:
             for _, gate in gated.named_gates():
                 gate.close_(~gate.open())  # for good: what is expected is then what is kept
                 gate.open_(gate.open(), wide=True)
-            correction = 1 - (r.ema or 0) ** float(self.clock)
-            for name, value in self.runs.values().items():
-                if self.averaging:  # begins anew: there was another network before
-                    self.average[name].copy_(value * correction)
         plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), r.shrink_multiple)
         self.event = {**shrinking.event(gated, plan), "skipped": False, "settled": True}
+        self.averaging = bool(self.average)  # there was another network before
         self._take_out(plan)
         self._fix()
 
     def _take_out(self, plan: Plan) -> None:
         gated = cast(Gated, self.runs.template.network)
-        correction = 1 - (self.recipe.ema or 0) ** float(self.clock)
-        shrinking.carry_out(self.runs.template, gated, plan, self.optimizer, self.average, correction)
+        shrinking.carry_out(self.runs.template, gated, plan, self.optimizer, self.average, self._correction())
         self._restart()
 
     def _set_rates(self) -> None:
@@ -379,10 +374,16 @@ class Trainer:
 
     def values(self) -> dict[str, Tensor]:
         """The parameters that count: averaged (and bias-corrected) if the recipe says so, else raw."""
-        if not self.averaging or float(self.clock) == 0:
+        correction = self._correction()
+        if not self.averaging or correction == 0:
             return {n: v.detach() for n, v in self.runs.values().items()}
-        correction = 1 - (self.recipe.ema or 0) ** float(self.clock)
         return {n: v / correction for n, v in self.average.items()}
+
+    def _correction(self) -> float:
+        """What the average is to be divided by: it begins at zero, with the run or where the gates settle."""
+        r = self.recipe
+        begins = (r.settle_at or 0) * self.steps_per_epoch if r.settles else 0
+        return float(1 - (r.ema or 0) ** max(0.0, float(self.clock) - begins))
 
     @torch.no_grad()
     def evaluate(self, chunk: int | None = None) -> dict[str, Tensor]:
@@ -391,7 +392,8 @@ class Trainer:
         In full precision. Of several processes, each looks at its share of the images.
         """
         values = self.values()
-        out = {"error": self._error(values, chunk)}
+        with self._recalibrated():
+            out = {"error": self._error(values, chunk)}
         if self.gates:
             out["expected"], out["kept"] = self.runs.evaluate("watched", values=values).unbind(1)
             out["open"] = self.runs.evaluate("counts", values=values)
@@ -489,15 +491,12 @@ class Trainer:
 
     def tune(self) -> None:
         """From here on the gates are fixed, and only the weights move: both from the parameters that count."""
-        self._take_values()
+        values = self.values()
+        with torch.no_grad():
+            for name, value in self.runs.values().items():
+                value.copy_(values[name])
         self.averaging = False
         self._fix()
-
-    @torch.no_grad()
-    def _take_values(self) -> None:
-        values = self.values()
-        for name, value in self.runs.values().items():
-            value.copy_(values[name])
 
     def _fix(self) -> None:
         self.tuning = True
@@ -518,6 +517,15 @@ class Trainer:
         if self.recipe.recalibrate and self._norms():
             self.without["recalibration"] = self._error(self.values()).tolist()
         self.recalibrate()
+
+    @contextmanager
+    def _recalibrated(self) -> Iterator[None]:
+        """Batch-norm statistics for as long as one looks, if the recipe says so: training goes on with its own."""
+        own = [(buffer, buffer.clone()) for buffer in self.runs.template.buffers()]
+        self.recalibrate()
+        yield
+        for buffer, before in own:
+            buffer.copy_(before)
 
     def _norms(self) -> list[_BatchNorm]:
         return [m for m in self.runs.template.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -597,6 +605,7 @@ class Trainer:
         """Takes up a state; the history is the caller's to bring."""
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        self.clock.copy_(state["clock"])
         if "shrinking" in state:
             self._shrink_like(state["shrinking"])
         if state["tuning"]:
@@ -610,7 +619,6 @@ class Trainer:
                 buffer.copy_(state["buffers"][name])
             for name, value in self.average.items():
                 value.copy_(state["average"][name])
-            self.clock.copy_(state["clock"])
             self.losses.copy_(state["own"][self.rank]["losses"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": dict(state["optimizer"]), "param_groups": groups})
