@@ -44,7 +44,7 @@ def recipes(o: argparse.Namespace, compiled: bool) -> dict[str, Recipe]:
         shrink_gain=0.0,
         **same,
     )
-    return {"dense": get("wrn-cifar10").override(**same), **dict.fromkeys(SHARES, gated)}
+    return {"dense": get("wrn-cifar10").override(**same), **{kind: gated for kind in SHARES if kind in o.kinds}}
 
 
 def shrink(trainer: Trainer, share: float) -> dict[str, Any]:
@@ -78,6 +78,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--network", default="wrn-28-10")
+    parser.add_argument("--kinds", nargs="+", choices=SHARES, default=list(SHARES), help="beside the dense one")
     parser.add_argument("--images", type=int, default=12_800, help="of noise")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--precision", default="bfloat16", choices=("bfloat16", "float32"))
