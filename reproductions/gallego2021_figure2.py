@@ -79,7 +79,8 @@ def draw(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
                 top = max(s["error_last"] for s in record["seeds"])
                 axes.plot(at, error, "o", color=colour)
                 label = f"{100 * worst(record):.1f}"
-                axes.annotate(label, (at, top), (0, 4), textcoords="offset points", fontsize=6.5, ha="center")
+                box = {"boxstyle": "square,pad=0.1", "color": "white", "alpha": 0.8}  # a line may go behind it
+                axes.annotate(label, (at, top), (0, 5), textcoords="offset points", size=6.5, ha="center", bbox=box)
             axes.set_xlim(0, 90)
             axes.margins(y=0.18)
             if not own:

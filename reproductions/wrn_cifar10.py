@@ -20,6 +20,7 @@ after the last, but for the first record of each, which has compiled.
 
 import statistics
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,14 @@ def macs(point: Record) -> float:
     return float(point["kept" if point.get("tuning") else "expected"].get("macs", 1.0))
 
 
+def trained(seed: Record) -> tuple[list[int], list[float]]:
+    """Epochs, and the MACs in percent of dense that the network under training has from there on."""
+    steps = [(0, 100.0), *((h["epoch"], 100 * h["shrunk"]["macs"]["after"]) for h in events(seed))]
+    steps.append((seed["history"][-1]["epoch"], steps[-1][1]))
+    epochs, shares = zip(*steps, strict=True)
+    return list(epochs), list(shares)
+
+
 def alike(record: Record, other: Record) -> bool:
     """Whether their seconds can be compared."""
     return all(
@@ -106,7 +115,7 @@ def table(records: Sequence[Record], title: str) -> Table:
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
-    with grid(1, 2, size=(7.0, 3.0)) as (figure, (cost, clock)):
+    with grid(1, 3, size=(10.0, 3.0)) as (figure, (cost, clock, error)):
         usual = 0.0
         for record in records:
             for number, seed in enumerate(record["seeds"]):
@@ -114,23 +123,33 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
                 label = record["row"] if number == 0 else None
                 points = seed["history"]
                 cost.plot([h["epoch"] for h in points], [100 * macs(h) for h in points], label=label, **style)
+                cost.plot(*trained(seed), drawstyle="steps-post", **{**style, "linestyle": ":", "linewidth": 1.0})
                 took = pace(points)
                 x, y = [took[0][0], *(end for _, end, _ in took)], [took[0][2], *(value for *_, value in took)]
                 clock.plot(x, y, drawstyle="steps-pre", **style)
                 usual = max(usual, statistics.median(y))
+                seconds = list(accumulate(h["seconds"] for h in points))
+                error.plot(seconds, [h["error"] for h in points], marker=".", markersize=3, **style)
                 for event in events(seed):
                     mark = {"marker": "v", "color": style["color"], "markersize": 5, "linestyle": "none"}
-                    cost.plot(event["epoch"], 100 * macs(event), **mark)
-                    clock.plot(event["epoch"], dict(zip(x, y, strict=True))[event["epoch"]], **mark)
+                    at = event["epoch"]
+                    cost.plot(at, 100 * macs(event), **mark)
+                    clock.plot(at, dict(zip(x, y, strict=True))[at], **mark)
+                    error.plot(seconds[points.index(event)], event["error"], **mark)
         cost.set(title="(a) expected", xlabel="epoch", ylabel="MACs (% of dense)", ylim=(0, 108))
         clock.set(title="(b) measured", xlabel="epoch", ylabel="seconds per epoch", ylim=(0, 1.6 * usual))
-        legend(figure, cost)
+        error.set(title="(c) what it gives", xlabel="seconds of training", ylabel="test error (%)", yscale="log")
+        error.set_xlim(left=0)
+        error.yaxis.set_major_formatter("{x:g}")
+        error.yaxis.set_minor_formatter("{x:g}")
+        legend(figure, cost, columns=8)
         device = " or ".join(dict.fromkeys(str(r["device"]) for r in records))
         caption = f"""WRN-28-10 on CIFAR-10, {device}. (a) MACs of a forward pass that the gates leave, in percent of
             the dense network's: expected over their noise, and kept from where they are fixed; networks without gates
-            compute everything, with dropout too. (b) Measured seconds of an epoch of training, the mean since the
-            record before, compilation included: where that is, lines may go beyond the scale. Triangles: units are
-            taken out of the network that is trained. Thin lines: further seeds."""
+            compute everything, with dropout too. Dotted: MACs of the network that is trained. (b) Measured seconds of
+            an epoch of training, the mean since the record before, compilation included: where that is, lines may go
+            beyond the scale. (c) Test error over the seconds of training so far. Triangles: units are taken out of the
+            network that is trained. Thin lines: further seeds."""
         return save(figure, folder / "wrn-cifar10", caption)
 
 

@@ -396,7 +396,7 @@ def test_the_figure_of_wide_networks_has_expected_macs_and_seconds(
     monkeypatch.setattr(figure, "save", lambda drawn, path, caption: seen.append(drawn) or [])
     records = wide_records()
     figure.draw(records, tmp_path)
-    cost, clock = seen[0].axes
+    cost, clock, error = seen[0].axes
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in cost.lines}
     assert lines["dense"] == ([2, 5, 7, 9], [100.0] * 4)
     expected = [100 * h["expected"]["macs"] for h in records[2]["seeds"][0]["history"][:2]]
@@ -411,13 +411,22 @@ def test_the_figure_of_wide_networks_has_expected_macs_and_seconds(
     for panel, height in ((cost, expected[-1]), (clock, 4.2)):
         marks = [(list(m.get_xdata()), list(m.get_ydata())) for m in panel.lines if m.get_marker() == "v"]
         assert marks == [([5], [pytest.approx(height)])] * 2  # one for each seed; the skipped one is not drawn
+    trained = [(list(m.get_xdata()), list(m.get_ydata())) for m in cost.lines if m.get_linestyle() == ":"]
+    assert trained == [([0, 9], [100, 100])] * 4 + [([0, 5, 9], [100, 30, 30])] * 2
+    points = records[2]["seeds"][0]["history"]
+    errors = [line for line in error.lines if line.get_linewidth() == 1.4 and line.get_marker() == "."]
+    assert list(errors[2].get_xdata()) == pytest.approx([28.4, 41, 75, 79])  # seconds so far
+    assert list(errors[2].get_ydata()) == [h["error"] for h in points]
+    marks = [(list(m.get_xdata()), list(m.get_ydata())) for m in error.lines if m.get_marker() == "v"]
+    assert marks[0] == ([pytest.approx(41)], [points[1]["error"]])
 
 
 def test_rows_of_wide_networks_can_be_compared() -> None:
     rows = [row.recipe for row in known()["wrn-cifar10"].rows]
     for recipe in rows:
         assert (recipe.network, recipe.data, recipe.epochs, recipe.batch) == ("wrn-28-10", "cifar10", 200, 128)
-        assert (recipe.optimizer, recipe.lr, recipe.milestones, recipe.l2) == ("sgd", 0.1, (60, 120, 160), 5e-4)
+        drops = (60, 120, 160) if recipe.ema != 0.9999 else (60,)  # averaging is in place of the later ones
+        assert (recipe.optimizer, recipe.lr, recipe.milestones, recipe.l2) == ("sgd", 0.1, drops, 5e-4)
         alike = ("precision", "channels_last", "compile", "augment")
         assert [getattr(recipe, name) for name in alike] == [getattr(rows[0], name) for name in alike]
     assert [r.penalty for r in rows[2:4]] == [0.001, 0.002]

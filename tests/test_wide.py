@@ -156,6 +156,9 @@ def test_the_record_has_events_and_seconds_and_no_weights(chain: Chain) -> None:
         before = event["widths"]
     assert second["macs"]["before"] == first["macs"]["after"] < first["macs"]["before"] == 1
     assert second["macs"]["after"] < 0.4
+    bought = history[-1]["error_without"]
+    assert bought == chain.folder.history()[-1]["error_without"]
+    assert bought.keys() == {"averaging", "recalibration"}
     assert [c["at_most"] for c in seed["constraints"].values()] == [0.25] * 3
     assert all(c["kept"] <= 0.25 for c in seed["constraints"].values())
     assert all(h["seconds"] > 0 for h in history)

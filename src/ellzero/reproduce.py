@@ -651,8 +651,8 @@ def _record(row: Row, recipe: Recipe, seeds: list[Record]) -> Record:
 
 
 def _thin(curve: Sequence[Record]) -> list[Record]:
-    """Error, loss, expected and kept fractions, multipliers, seconds and events over training, rounded: a history to
-    draw, not to resume.
+    """Error, loss, expected and kept fractions, multipliers, seconds and events over training, rounded, and what the
+    last steps have bought: a history to draw, not to resume.
     """
     keep = []
     for h in curve:
@@ -665,8 +665,7 @@ def _thin(curve: Sequence[Record]) -> list[Record]:
         point["seconds"] = round(h["seconds"], 3)  # of the whole stack, since the point before
         if h["tuning"]:
             point["tuning"] = True
-        if "shrunk" in h:
-            point["shrunk"] = h["shrunk"]
+        point |= {key: h[key] for key in ("shrunk", "error_without") if key in h}
         keep.append(point)
     return keep
 
