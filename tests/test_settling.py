@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from networks import assert_same, numel
+from test_resume import bits, leaves
 from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
 from ellzero import gates
@@ -157,6 +158,20 @@ def test_a_look_gathers_statistics_of_the_average_and_leaves_those_of_training()
     expected = dict(by_hand.named_buffers())
     for name, buffer in trainer.runs.network(0).named_buffers():
         torch.testing.assert_close(buffer, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_who_looks_changes_nothing_in_what_comes_after() -> None:
+    """Images, noise, dropped units, modes and statistics are those of a run that nobody has looked at, to the bit."""
+    ends = []
+    for looks in (False, True):
+        trainer = Trainer([SETTLING.override(dropout=0.3)], images("cifar10"))
+        scattered(trainer)
+        for _ in range(3):
+            for _ in trainer.train_epoch():
+                if looks:  # in the middle of an epoch too
+                    trainer.evaluate()
+        ends.append({name: bits(leaf) for name, leaf in leaves(trainer.state()) if name != ".seconds"})
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("steps", [3, 4, 5, 9])

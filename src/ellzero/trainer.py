@@ -392,7 +392,7 @@ class Trainer:
         In full precision. Of several processes, each looks at its share of the images.
         """
         values = self.values()
-        with self._recalibrated():
+        with self._looking():
             out = {"error": self._error(values, chunk)}
         if self.gates:
             out["expected"], out["kept"] = self.runs.evaluate("watched", values=values).unbind(1)
@@ -519,13 +519,18 @@ class Trainer:
         self.recalibrate()
 
     @contextmanager
-    def _recalibrated(self) -> Iterator[None]:
-        """Batch-norm statistics for as long as one looks, if the recipe says so: training goes on with its own."""
+    def _looking(self) -> Iterator[None]:
+        """Batch-norm statistics for as long as one looks, if the recipe says so: training goes on as it would have."""
         own = [(buffer, buffer.clone()) for buffer in self.runs.template.buffers()]
-        self.recalibrate()
-        yield
-        for buffer, before in own:
-            buffer.copy_(before)
+        modes = [(m, m.training) for m in (*self.runs.modules(), *self.runs.template.modules())]
+        try:
+            self.recalibrate()
+            yield
+        finally:
+            for buffer, before in own:
+                buffer.copy_(before)
+            for module, mode in modes:
+                module.training = mode
 
     def _norms(self) -> list[_BatchNorm]:
         return [m for m in self.runs.template.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
