@@ -7,6 +7,7 @@ by hand, and the run that was not interrupted.
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,9 @@ from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
 from ellzero import gates
 from ellzero.building import architecture
+from ellzero.cli import looking, main
 from ellzero.compact import compact, finalize
+from ellzero.folders import Folder
 from ellzero.gated import Gated
 from ellzero.lagrangian import COSTS
 from ellzero.recipes import get
@@ -172,6 +175,27 @@ def test_who_looks_changes_nothing_in_what_comes_after() -> None:
                     trainer.evaluate()
         ends.append({name: bits(leaf) for name, leaf in leaves(trainer.state()) if name != ".seconds"})
     assert ends[0] == ends[1]
+
+
+def test_an_unfinished_run_is_evaluated_as_its_records_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The average has not got the statistics of training: they are gathered for it, or, without data, it is said."""
+    r = SETTLING.override(ema=0.95, lr=0.1)
+    trainer = Trainer([r], images("cifar10"))
+    scattered(trainer)
+    for _ in range(4):
+        list(trainer.train_epoch())
+    trainer.save(Folder.create(tmp_path / "run", [r]))
+    monkeypatch.setattr(looking, "load_data", lambda *_: images("cifar10"))
+    assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["networks"]
+    seen = trainer.evaluate()["error"].item()
+    assert found["error"] == found["error_compact"] == seen
+    logits = trainer.network(0)(trainer.supply.scaled(trainer.data.test_x))
+    assert 100 * (logits.argmax(1) != trainer.data.test_y).double().mean() != seen  # as training has them
+    assert main(["compact", str(tmp_path / "run")]) == 0
+    assert "the run is not finished: batch-norm statistics are those of training" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", [3, 4, 5, 9])

@@ -13,11 +13,12 @@ from typing import Annotated, Any
 import torch
 from rich import box
 from rich.table import Table
+from torch import nn
 from tyro.conf import Positional, arg
 
 from ellzero import costs, data
 from ellzero.building import network as dense_network
-from ellzero.cli.app import CommandError, app, say, show, show_json
+from ellzero.cli.app import CommandError, app, say, show, show_json, warn
 from ellzero.cli.exporting import export, refuse
 from ellzero.cli.opening import (
     Device,
@@ -66,6 +67,8 @@ def evaluate(
     directory = folder.about.get("data_dir") if data_dir is None else data_dir
     dataset = load_data(folder.recipes[0].data, directory, where)
     trainer = restored(folder, dataset)
+    if not trainer.done:  # at its end that is done for good
+        trainer.recalibrate()
     found = [_evaluated(trainer, number, recipe, dataset) for number, recipe in enumerate(folder.recipes)]
     if json:
         show_json({"run": run, "finished": folder.results() is not None, "networks": found})
@@ -132,7 +135,10 @@ def compact(
     files = [folder.path / COMPACT] if to is None else [Path(file) for file in to]
     for file in files:
         refuse(file)
-    small = small_network(restored(folder).network(number))
+    trainer = restored(folder)
+    small = small_network(trainer.network(number))
+    if recipe.recalibrate and not trainer.done and any(isinstance(m, nn.BatchNorm2d) for m in small.modules()):
+        warn("the run is not finished: batch-norm statistics are those of training, and gathered anew at its end alone")
     fresh = partial(dense_network, recipe, len(data.KNOWN[recipe.data].classes))
     example = data.scaled(data.stand_in(recipe.data, 3).train_x)
     parameters, before = (sum(p.numel() for p in network.parameters()) for network in (small, fresh()))
