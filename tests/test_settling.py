@@ -108,6 +108,7 @@ def test_after_settling_the_weights_train_alone_and_by_the_schedule(run: Trainer
     assert counted
     assert all(group["weight_decay"] == 5e-4 * 0.5 for group in counted)
     (result,) = run.results()
+    assert result["gates"] == "raw"  # they settled as they were: the weights are averaged
     assert result["error_best"] == min(h["error"] for h in run.history[1:])
     assert result["costs"]["l0_norm"]["kept"] == result["costs"]["l0_norm"]["expected"] <= 0.3
     small = compact(cast(Gated, run.network(0)))
@@ -134,6 +135,14 @@ def test_the_average_is_of_the_settled_network_alone(run: Trainer) -> None:
         by_hand = sum(w * v[name] for w, v in zip(weights, seen, strict=True)) / sum(weights)
         torch.testing.assert_close(value, by_hand, rtol=1e-5, atol=1e-6)
     assert run.averaging
+
+
+def test_where_gates_settle_at_the_end_there_is_nothing_to_average() -> None:
+    trainer = train([SETTLING.override(epochs=2)], images("cifar10"))
+    assert trainer.tuning
+    assert trainer.history[-1]["error_without"].keys() == {"recalibration"}
+    for name, value in trainer.values().items():
+        assert torch.equal(value, trainer.runs.values()[name])
 
 
 def test_a_look_gathers_statistics_of_the_average_and_leaves_those_of_training() -> None:

@@ -99,7 +99,7 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.closed_for = np.zeros(first.liveness.size if first is not None else 0, dtype=np.int64)  # checks in a row
         self.event: dict[str, Any] | None = None  # what shrinking did, until it is in the history
-        self.without: dict[str, list[float]] = {}  # the last errors, had one of the last steps been left out
+        self.without: dict[str, list[float]] = {}  # last errors: no averaging nor recalibration, and no recalibration
         self._restart()
 
     def _refuse(self) -> None:
@@ -347,7 +347,7 @@ class Trainer:
                 gate.open_(gate.open(), wide=True)
         plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), r.shrink_multiple)
         self.event = {**shrinking.event(gated, plan), "skipped": False, "settled": True}
-        self.averaging = bool(self.average)  # there was another network before
+        self.averaging = bool(self.average) and self.epoch < r.epochs  # there was another network before
         self._take_out(plan)
         self._fix()
 
@@ -571,7 +571,8 @@ class Trainer:
                 "runs_in_stack": self.runs.size,
             }
             if self.gates:
-                result["gates"] = "averaged" if recipe.ema is not None else "raw"
+                # Those that settle do so as they are: what is averaged then are weights.
+                result["gates"] = "averaged" if recipe.ema is not None and not recipe.settles else "raw"
                 gated: Any = self.network(run).cpu()
                 fractions = {}
                 for name, cost in COSTS.items():
