@@ -89,6 +89,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--json", type=Path)
     o = parser.parse_args(words)
+    if not (o.as_it_is or o.compiled):
+        parser.error("--as-it-is or --compiled must be on (the latter is by default on a GPU alone), got neither")
     dataset = stand_in("cifar10", o.images, o.device)
     numbers = {}
     for way, wanted in {"as it is": o.as_it_is, "compiled": o.compiled}.items():

@@ -62,3 +62,13 @@ def test_wide_networks_are_compared_with_the_dense_one_in_the_same_loop(
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4
     assert all("× dense" in line and "as it is" in line for line in printed)
+
+
+def test_steps_of_wide_networks_that_are_measured_in_no_way_are_refused(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "speed.json"
+    with pytest.raises(SystemExit):
+        benchmark("wrn_speed").main(["--images", "8", "--no-as-it-is", "--no-compiled", "--json", str(file)])
+    assert "--as-it-is or --compiled must be on" in capsys.readouterr().err
+    assert not file.exists()
