@@ -1,7 +1,7 @@
 """Louizos, Welling, Kingma (2018), Figure 4 and Table 2: WRN-28-10 on CIFAR-10, with measured seconds.
 
-    ellzero reproduce wrn-cifar10 --only wrn-cifar10 --seeds 1 --every 5 --device cuda --out runs/wrn-dense
-    ellzero reproduce wrn-cifar10 --only 'shrink-wrn-20-*' --seeds 1 --every 5 --device cuda --out runs/wrn-20
+    ellzero reproduce wrn-cifar10 --only wrn-cifar10 --seeds 1 --every 20 --device cuda --out runs/wrn-dense
+    ellzero reproduce wrn-cifar10 --only 'shrink-wrn-20-*' --seeds 1 --every 20 --device cuda --out runs/wrn-20
     ellzero reproduce wrn-cifar10 --draw-only --out results/wrn-cifar10
 
 The paper says that gates "can greatly speed up training" and draws *expected* FLOPs over iterations; here the measured
