@@ -325,6 +325,7 @@ class Trainer:
         self.event = {**found, "skipped": gain <= 0 or gain < r.shrink_gain}
         if not self.event["skipped"]:
             self._take_out(plan)
+            self._restart()
 
     def settle(self) -> None:
         """Ends the gates' learning on the way: keeps what fits the targets, and trains it on as a plain small network.
@@ -354,7 +355,6 @@ class Trainer:
     def _take_out(self, plan: Plan) -> None:
         gated = cast(Gated, self.runs.template.network)
         shrinking.carry_out(self.runs.template, gated, plan, self.optimizer, self.average, self._correction())
-        self._restart()
 
     def _set_rates(self) -> None:
         r = self.recipe
