@@ -68,6 +68,17 @@ def macs(point: Record) -> float:
     return float(point["kept" if point.get("tuning") else "expected"].get("macs", 1.0))
 
 
+def left(seed: Record) -> tuple[list[int], list[float]]:
+    """Epochs, and the MACs in percent of dense that the gates leave; where they settle, also what it was before."""
+    points = []
+    for h in seed["history"]:
+        before = h.get("shrunk", {}).get("expected")
+        points += [(h["epoch"], 100 * before["macs"])] if before else []
+        points.append((h["epoch"], 100 * macs(h)))
+    epochs, shares = zip(*points, strict=True)
+    return list(epochs), list(shares)
+
+
 def trained(seed: Record) -> tuple[list[int], list[float]]:
     """Epochs, and the MACs in percent of dense that the network under training has from there on."""
     steps = [(0, 100.0), *((h["epoch"], 100 * h["shrunk"]["macs"]["after"]) for h in events(seed))]
@@ -122,7 +133,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
                 style = {"color": COLOURS[record["row"]], "linewidth": 1.4 if number == 0 else 0.6}
                 label = record["row"] if number == 0 else None
                 points = seed["history"]
-                cost.plot([h["epoch"] for h in points], [100 * macs(h) for h in points], label=label, **style)
+                cost.plot(*left(seed), label=label, **style)
                 cost.plot(*trained(seed), drawstyle="steps-post", **{**style, "linestyle": ":", "linewidth": 1.0})
                 took = pace(points)
                 x, y = [took[0][0], *(end for _, end, _ in took)], [took[0][2], *(value for *_, value in took)]

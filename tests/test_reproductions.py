@@ -353,6 +353,7 @@ def wide_records() -> list[dict[str, Any]]:
         sizes = {"removed": {"blocks.0.conv1": 96}, "widths": {"blocks.0.conv1": 64}}
         points[0]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.95}, "skipped": True}
         points[1]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.3}, "skipped": False, "settled": True}
+        points[1]["shrunk"]["expected"] = {"macs": 0.44}
         for point in points[2:]:
             point |= {
                 "seconds": 4.0 + 30 * (point["epoch"] == 7),
@@ -400,7 +401,8 @@ def test_the_figure_of_wide_networks_has_expected_macs_and_seconds(
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in cost.lines}
     assert lines["dense"] == ([2, 5, 7, 9], [100.0] * 4)
     expected = [100 * h["expected"]["macs"] for h in records[2]["seeds"][0]["history"][:2]]
-    assert lines["ε=20 %"][1] == pytest.approx([*expected, 19, 19])  # fixed from there on
+    assert lines["ε=20 %"][0] == [2, 5, 5, 7, 9]
+    assert lines["ε=20 %"][1] == pytest.approx([expected[0], 44, expected[1], 19, 19])  # fixed from there on
     dense, penalised, shrunk = (
         line for line in clock.lines if line.get_linewidth() == 1.4 and len(line.get_xdata()) > 1
     )

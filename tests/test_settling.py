@@ -17,7 +17,7 @@ from networks import assert_same, numel
 from test_resume import bits, leaves
 from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
-from ellzero import gates
+from ellzero import costs, gates
 from ellzero.building import architecture
 from ellzero.cli import looking, main
 from ellzero.compact import compact, finalize
@@ -60,6 +60,7 @@ def test_a_network_that_settles_is_the_finalised_one(case: str) -> None:
     trainer = doubled(r, {})
     gated = scattered(trainer)
     expected = copy.deepcopy(gated)
+    noisy = {name: cost(gated).item() / costs.dense(cost, gated) for name, cost in COSTS.items()}
     if r.at_most is not None:
         finalize(expected, r.at_most, COSTS[r.cost], fill=True)
     x = trainer.supply.scaled(images(r.data).test_x).double()
@@ -68,6 +69,7 @@ def test_a_network_that_settles_is_the_finalised_one(case: str) -> None:
     assert trainer.tuning
     assert trainer.event is not None
     assert trainer.event["settled"]
+    assert trainer.event["expected"] == pytest.approx(noisy, rel=1e-6)
     after = trainer.network(0)
     assert_same(after(x), before, 1e-12)
     settled = cast(Gated, after)

@@ -335,6 +335,7 @@ class Trainer:
         be error for nothing, and so would noise in a network that is small already. Notes it as `event`.
         """
         r, gated = self.recipe, cast(Gated, self.runs.template.network)
+        expected = self.runs.evaluate("watched", values=self.values())[0, 0].tolist()  # the last time that it is noisy
         if r.at_most is None:
             revive(gated)
         else:
@@ -347,7 +348,8 @@ class Trainer:
                 gate.close_(~gate.open())  # for good: what is expected is then what is kept
                 gate.open_(gate.open(), wide=True)
         plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), r.shrink_multiple)
-        self.event = {**shrinking.event(gated, plan), "skipped": False, "settled": True}
+        found = {**shrinking.event(gated, plan), "expected": dict(zip(COSTS, expected, strict=True))}
+        self.event = {**found, "skipped": False, "settled": True}
         self.averaging = bool(self.average) and self.epoch < r.epochs  # there was another network before
         self._take_out(plan)
         self._fix()
@@ -654,6 +656,9 @@ class Trainer:
         Raises:
             checkpoint.CheckpointError: it cannot be written. The ones before are still there.
         """
+        started = time.perf_counter()
+        self.losses.tolist()  # waits for the device: what it still had to do was training
+        self.seconds += time.perf_counter() - started
         state = self.state()
         state["own"] = parallel.gathered(state["own"][0])
         if self.rank == 0:
