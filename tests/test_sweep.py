@@ -25,7 +25,7 @@ from ellzero import sweep as sweeping
 from ellzero import training, zoo
 from ellzero.cli import main
 from ellzero.cli import sweeping as command
-from ellzero.data import Dataset, load
+from ellzero.data import DataError, Dataset, load
 from ellzero.folders import Folder
 from ellzero.recipes import Recipe, get
 from ellzero.sweep import Sweep, SweepError, activations, memory, pareto, room, run, values_of
@@ -468,6 +468,30 @@ def test_a_folder_with_something_else_is_refused(whole: tuple[Path, dict[str, An
     (tmp_path / "stacks").mkdir()
     sweeping.clear(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["notes.txt"]
+
+
+def test_a_fresh_sweep_removes_the_old_one_only_when_it_can_begin(tmp_path: Path, trained: list[int]) -> None:
+    out = tmp_path / "sweep"
+    run(Sweep(base(), {"penalty": [0.001, 0.01]}), lambda _: tiny(), out)
+    kept = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    before = len(trained)
+
+    def nothing(_: str) -> Dataset:
+        raise DataError("there are no such files")
+
+    with pytest.raises(DataError):
+        run(Sweep(base(), {"penalty": [0.1, 0.2]}), nothing, out, fresh=True)
+    with pytest.raises(ValueError, match="patterns that match gates"):
+        run(Sweep(base(), {"penalty": [{"fc9": 0.1}, 0.2]}), lambda _: tiny(), out, fresh=True)
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == kept
+    assert len(trained) == before
+
+    record = run(Sweep(base(), {"penalty": [0.1, 0.2]}), lambda _: tiny(), out, fresh=True)
+    assert [point["label"] for point in record["points"]] == ["penalty=0.1", "penalty=0.2"]
+    assert len(list((out / "stacks").iterdir())) == 1  # nothing is left of the old one
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SweepError, match="`--fresh` must be given a sweep's folder"):
+        run(grid_of_four(), nothing, tmp_path, fresh=True)
 
 
 # ---------------------------------------------------------------- the command

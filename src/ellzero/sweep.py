@@ -399,16 +399,20 @@ def clear(out: Path) -> None:
     """Removes a sweep from its folder, and nothing else that lies there.
 
     Raises:
-        SweepError: the folder holds none.
+        SweepError: the folder holds something else.
     """
+    _refuse_other(out)
     if not (out / _SWEEP).exists():
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise SweepError(f"`--fresh` must be given a sweep's folder, and {str(out)!r} holds something else")
         return
     shutil.rmtree(out / _STACKS, ignore_errors=True)
     for ending in ("png", "svg", "txt"):
         (out / f"{_FIGURE}.{ending}").unlink(missing_ok=True)
     (out / _SWEEP).unlink()  # last: what is left after a crash is still known for a sweep
+
+
+def _refuse_other(out: Path) -> None:
+    if not (out / _SWEEP).exists() and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SweepError(f"`--fresh` must be given a sweep's folder, and {str(out)!r} holds something else")
 
 
 def _read(out: Path) -> Record:
@@ -451,6 +455,7 @@ def run(
     load: Loader,
     out: Path,
     *,
+    fresh: bool = False,
     at_once: int | None = None,
     cost: Cost | None = None,
     about: Mapping[str, Any] | None = None,
@@ -467,6 +472,7 @@ def run(
         sweep: what to train.
         load: gives the data set of a name, on the device to train on.
         out: the folder.
+        fresh: begin again, and remove the sweep that the folder holds when nothing stands in the way of the new one.
         at_once: runs in a stack at most; what `room` says if absent. A stack that was begun with more is begun again.
         cost: that the front is about; `Sweep.axis` if absent.
         about: more to store about where the results come from.
@@ -484,13 +490,17 @@ def run(
     if at_once is not None and at_once < 1:
         raise ValueError(f"`at_once` must be at least 1, got {at_once}")
     axis = sweep.axis() if cost is None else cost
-    new = state(sweep, out) == "new"
+    if fresh:
+        _refuse_other(out)
+    new = fresh or state(sweep, out) == "new"
     wanted = {recipe.digest(): recipe for recipe in sweep.runs}
-    begun, left = _found(out, wanted, at_once, say)
+    begun, left = _found(out, wanted, at_once, say) if not fresh else ([], list(wanted.values()))
     groups = stacks(left, len(left) or 1)
     names = dict.fromkeys(recipe.data for stack in (*(f.recipes for f in begun), *groups) for recipe in stack)
     data: dict[str, Dataset] = {name: load(name) for name in names}
     _refuse_unfit(left, data)
+    if fresh:
+        clear(out)
     if new:
         out.mkdir(parents=True, exist_ok=True)
     where = next(iter(data.values())).train_x.device if data else torch.device("cpu")

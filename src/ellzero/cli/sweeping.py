@@ -104,6 +104,7 @@ def sweep(
             chosen,
             load,
             home,
+            fresh=fresh,
             at_once=at_once,
             cost=None if cost_axis == "auto" else cost_axis,
             about={"data_dir": None if directory is None else str(Path(directory).resolve())},
@@ -147,10 +148,7 @@ def _chosen(
         found = find_recipe(recipe)
         asked = Sweep(found, grid, seeds or 1, every or 1)
         home = Path("runs", "sweep", found.name) if out is None else Path(out)
-        if fresh:
-            sweeping.clear(home)
-        known = sweeping.state(asked, home)
-        if known == "new":
+        if fresh or sweeping.state(asked, home) == "new":
             return asked, home, {}
         if not resume:
             raise CommandError(
