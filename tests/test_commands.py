@@ -341,6 +341,15 @@ def test_bad_usage_is_one_line_and_code_2_and_leaves_nothing(message: str, run: 
     assert not list(tmp_path.glob("runs/*"))
 
 
+@pytest.mark.parametrize("words", [("sweep", "demo", "--at-most", "0.1,0.2"), ("reproduce", "louizos2018-table1")])
+def test_commands_that_train_in_one_process_refuse_several(
+    words: tuple[str, ...], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as `torchrun --nproc-per-node 2` does
+    failed(run(*words), 2, f"`{words[0]}` trains in one process, .*: start it without torchrun")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unknown_option_is_refused_with_the_nearest(run: Run) -> None:
     code, out, err = run("train", "demo", "--epoch", "3")
     assert (code, out) == (2, "")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tyro.conf import arg
 
-from ellzero import checkpoint, data, recipes
+from ellzero import checkpoint, data, parallel, recipes
 from ellzero.cli.app import FAILED, CommandError, foreseen
 from ellzero.compact import compact
 from ellzero.data import Dataset, scaled
@@ -126,6 +126,18 @@ def find_device(word: Device, begun_on: str | None = None) -> torch.device:
     if word == "auto":
         word = "cuda" if there else "cpu"
     return torch.device(word)
+
+
+def refuse_several(command: str) -> None:
+    """Says no to `torchrun`, whose processes would all do the same work in the same folder.
+
+    Raises:
+        CommandError: this process is one of several.
+    """
+    if parallel.launched():
+        raise CommandError(
+            f"`{command}` trains in one process, which trains many runs together: start it without torchrun"
+        )
 
 
 def load_data(name: str, data_dir: str | None, device: torch.device) -> Dataset:

@@ -18,7 +18,7 @@ from tyro.conf import Positional, arg
 
 from ellzero import reproduce as making
 from ellzero.cli.app import FAILED, CommandError, app, foreseen, resumable, say, show, show_json, tell
-from ellzero.cli.opening import Device, find_device, load_data
+from ellzero.cli.opening import Device, find_device, load_data, refuse_several
 from ellzero.figures import PlotsMissingError, can_draw
 from ellzero.report import render
 from ellzero.reproduce import AT_ONCE, Record, Study, StudyError
@@ -88,6 +88,7 @@ def reproduce(
             raise CommandError(f"`--{option}` must be at least 1, got {number}")
     if resume + fresh + draw_only > 1:
         raise CommandError("`--resume`, `--fresh` and `--draw-only` exclude each other: give one of them")
+    refuse_several("reproduce")
     trained = {
         "seeds": seeds,
         "epochs": epochs,

@@ -12,10 +12,9 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from ellzero import parallel
 from ellzero import sweep as sweeping
 from ellzero.cli.app import CommandError, app, foreseen, resumable, say, show, show_json, tell
-from ellzero.cli.opening import Device, Fields, find_device, find_recipe, load_data
+from ellzero.cli.opening import Device, Fields, find_device, find_recipe, load_data, refuse_several
 from ellzero.data import Dataset
 from ellzero.figures import PlotsMissingError, can_draw
 from ellzero.report import render
@@ -79,8 +78,7 @@ def sweep(
             raise CommandError(f"`--{option}` must be at least 1, got {number}")
     if resume and fresh:
         raise CommandError("`--resume` and `--fresh` exclude each other: give one of them")
-    if parallel.launched():
-        raise CommandError("`sweep` trains in one process, which trains many runs together: start it without torchrun")
+    refuse_several("sweep")
     chosen, home, before = _chosen(recipe, out, resume, fresh, seeds, every, _grid(fields))
     where = find_device(device, before.get("device"))
     directory = before.get("data_dir") if data_dir is None else data_dir
