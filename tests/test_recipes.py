@@ -157,7 +157,7 @@ def test_any_pattern_and_number_survive_toml(rates: Any, at_most: Any, lr: float
         ("init", "2021", "2021"),
         ("init", '"2021"', "2021"),
         ("at_most", "{'fc1' = 0.2, fc2 = 0.3}", {"fc1": 0.2, "fc2": 0.3}),
-        ("milestones", "[1, 2]", (1, 2)),
+        ("shrink_at", "[3, 4]", (3, 4)),
         ("nesterov", "False", False),
         ("compile", "none", None),
         ("compile", "true", True),
@@ -283,6 +283,8 @@ def test_a_wrong_value_under_a_pattern_names_the_pattern() -> None:
             {"dual": "auto"},
             "`dual_lr` must be absent with `dual` 'auto', which finds its own, got 0.0001",
         ),
+        ("louizos-mlp", {"cost": "macs"}, '`cost` must be "l0_norm" with `penalty`, which weighs no other, got "macs"'),
+        ("gallego-mlp", {"milestones": (60,)}, "`decay` must be less than 1 with `milestones`"),
         ("demo", {"dual_lr": 0.1}, "`dual_lr` must be absent with `dual` 'auto'"),
         ("demo", {"kp": 0.1}, "`kp` must be 0.0 with `dual` 'auto': it is a gain of 'nupi', got 0.1"),
     ],
@@ -333,7 +335,7 @@ def test_a_recipe_does_not_change_behind_its_back() -> None:
 
 
 def test_the_digest_changes_with_every_field_but_the_name() -> None:
-    base = Recipe(name="a", network="lenet5", data="mnist", at_most=0.5, dual="nupi", optimizer="sgd")
+    base = Recipe(name="a", network="lenet5", data="mnist", at_most=0.5, dual="nupi", optimizer="sgd", decay=0.1)
     others: dict[str, Any] = {"network": "lenet300", "data": "mnist5k", "init": "2021", "placement": "per_layer"}
     others |= {"drop_rates": {"*": 0.4}, "rule": "median", "cost": "macs", "at_most": 0.4, "on": "kept"}
     others |= {"dual": "ascent", "restarts": False, "optimizer": "adam", "ema": 0.9, "scaling": "unit"}

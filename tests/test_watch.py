@@ -100,7 +100,7 @@ def test_a_dense_run_has_an_error_and_a_penalty_no_multiplier() -> None:
     bar.begin([dense], 0, 120)
     bar.step(40)
     bar.note([record(1, 3.0)])
-    penalty = DEMO.override(at_most=None, penalty=0.1, finalize=False, target_warmup=0)
+    penalty = DEMO.override(at_most=None, penalty=0.1, cost="l0_norm", finalize=False, target_warmup=0)
     bar.begin([penalty], 0, 160)
     bar.step(40)
     bar.note([gated(1, 3.0, 0.5, 0.5, 0.0)])

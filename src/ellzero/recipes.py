@@ -39,7 +39,7 @@ class Recipe:
             each gate counting what makes its map; None for the dense network, trained by the same loop.
         drop_rates: p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).
         rule: the gate at test time: "noiseless" (Louizos et al., eq. 13) or "median".
-        penalty: c of λ = c/N, where N is the number of training images; or {pattern: c}. None without one.
+        penalty: c of λ = c/N on "l0_norm", where N is the number of training images; or {pattern: c}. None without one.
         cost: what the constraint bounds: "l0_norm", "params" or "macs".
         at_most: ε, a fraction of the dense cost; or {pattern: ε}, a constraint each. None without one.
         on: whether the multipliers follow the "expected" or the "kept" cost.
@@ -532,6 +532,10 @@ def _contradictions(recipe: Recipe) -> Iterable[str]:
     for name in ("penalty", "at_most"):
         if not gates and getattr(r, name) is not None:
             yield f"`{name}` must be absent without gates (`placement`), got {getattr(r, name)}"
+    if r.penalty is not None and r.cost != "l0_norm":
+        yield f'`cost` must be "l0_norm" with `penalty`, which weighs no other, got "{r.cost}"'
+    if r.milestones and r.decay == 1:
+        yield f"`decay` must be less than 1 with `milestones`, after which it acts, got {r.decay}"
     if r.placement == "blocks" and not r.network.startswith("wrn"):
         yield f'`placement` must be "shrinkable" or "per_layer" for {r.network!r}, which has no blocks, got "blocks"'
     if r.shrink_at and r.shrink_at[0] < r.shrink_checks:
