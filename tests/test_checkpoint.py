@@ -268,9 +268,13 @@ def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tmp_path: P
         load(tmp_path, ours.digest(), ours.to_dict())
     assert str(caught.value) == (
         f"{str(path)!r} is a checkpoint of another recipe: `at_most.fc2` is 0.5 there and 0.3 here; `at_most.fc3` is "
-        "absent there and 0.3 here; `lr` is 0.001 there and 0.0007 here; `shrink_at` is absent there and [] here; "
-        "`shrink_at.0` is 3 there and absent here. Resume with its own recipe, or train in another folder"
+        "absent there and 0.3 here; `lr` is 0.001 there and 0.0007 here; `shrink_at` is [3] there and [] here. "
+        "Resume with its own recipe, or train in another folder"
     )
+    with pytest.raises(CheckpointError) as alone:  # as a run of a stack of one
+        save(tmp_path, state(1), step=1, recipe_digest=theirs.digest(), recipe=[theirs.to_dict()])
+        load(tmp_path, ours.digest(), [ours.to_dict()])
+    assert str(alone.value) == str(caught.value)
     with pytest.raises(CheckpointError, match=r"another recipe: it does not say in what it differs\."):
         load(tmp_path, ours.digest())
 

@@ -362,8 +362,8 @@ def test_where_no_checkpoint_can_be_read_nothing_is_begun_anew(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lr": 0.002}, r"another recipe: `0\.lr` is 0\.001 there and 0\.002 here"),
-        ({"seed": 1}, r"`0\.seed` is 0 there"),
+        ({"lr": 0.002}, r"another recipe: `lr` is 0\.001 there and 0\.002 here"),
+        ({"seed": 1}, r"another recipe: `seed` is 0 there"),
     ],
 )
 def test_a_checkpoint_of_another_recipe_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

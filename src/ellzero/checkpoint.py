@@ -227,7 +227,7 @@ def _refuse_recipe(path: Path, theirs: Any, ours: Any) -> NoReturn:
     if theirs is None or ours is None:
         where = "it does not say in what it differs"
     else:
-        there, here = dict(_leaves(theirs)), dict(_leaves(json.loads(json.dumps(ours))))
+        there, here = dict(_leaves(_alone(theirs))), dict(_leaves(_alone(json.loads(json.dumps(ours)))))
         names = [n for n in {**here, **there} if here.get(n, _NOTHING) != there.get(n, _NOTHING) and not _is_name(n)]
         where = "; ".join(f"`{n}` is {there.get(n, _NOTHING)} there and {here.get(n, _NOTHING)} here" for n in names)
     raise CheckpointError(
@@ -241,10 +241,16 @@ def _is_name(leaf: str) -> bool:
     return leaf.rpartition(".")[2] == "name"
 
 
+def _alone(recipe: Any) -> Any:
+    """The recipe of a stack of one, whose number says nothing."""
+    return recipe[0] if isinstance(recipe, list) and len(recipe) == 1 else recipe
+
+
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """The numbers and words in plain data by the way to them: `at_most.fc1`, `0.lr`."""
-    if isinstance(value, Mapping | list) and value:
-        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+    """The numbers, words and lists of them in plain data by the way to them: `at_most.fc1`, `0.lr`."""
+    stack = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+    if stack or (isinstance(value, Mapping) and value):
+        for key, item in enumerate(value) if stack else value.items():
             yield from _leaves(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, json.dumps(value)
