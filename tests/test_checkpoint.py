@@ -271,8 +271,8 @@ def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tmp_path: P
         "absent there and 0.3 here; `lr` is 0.001 there and 0.0007 here; `shrink_at` is [3] there and [] here. "
         "Resume with its own recipe, or train in another folder"
     )
-    with pytest.raises(CheckpointError) as alone:  # as a run of a stack of one
-        save(tmp_path, state(1), step=1, recipe_digest=theirs.digest(), recipe=[theirs.to_dict()])
+    save(tmp_path, state(1), step=1, recipe_digest=theirs.digest(), recipe=[theirs.to_dict()])  # a stack of one
+    with pytest.raises(CheckpointError) as alone:
         load(tmp_path, ours.digest(), [ours.to_dict()])
     assert str(alone.value) == str(caught.value)
     with pytest.raises(CheckpointError, match=r"another recipe: it does not say in what it differs\."):

@@ -509,6 +509,11 @@ def test_the_command_trains_prints_stores_and_goes_on(capsys: pytest.CaptureFixt
     assert main([*TABLE, "--only", "gallego-mlp", "--fresh"]) == 0
     assert sorted(p.name for p in out.iterdir()) == ["gallego-mlp.json", "note.txt", "stacks", "study.json"]
     assert len(list((out / "stacks").iterdir())) == 1
+    # Not while another process trains there.
+    with Folder.open(next((out / "stacks").iterdir())).locked():
+        assert main([*TABLE, "--only", "gallego-mlp", "--fresh"]) == 1
+    assert "is being trained by another process" in capsys.readouterr().err
+    assert (out / "gallego-mlp.json").exists()
     # Not another study's.
     assert main(["reproduce", "gallego2021-figure1", *TABLE[2:], "--out", str(out), "--fresh"]) == 2
     assert "holds the study `gallego2021-table1`" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from ellzero import training, zoo
 from ellzero.cli import main
 from ellzero.cli import sweeping as command
 from ellzero.data import DataError, Dataset, load
-from ellzero.folders import Folder
+from ellzero.folders import Folder, FolderError
 from ellzero.recipes import Recipe, get
 from ellzero.sweep import Sweep, SweepError, activations, memory, pareto, room, run, values_of
 from ellzero.watch import AbstractWatcher
@@ -492,6 +492,18 @@ def test_a_fresh_sweep_removes_the_old_one_only_when_it_can_begin(tmp_path: Path
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(SweepError, match="`--fresh` must be given a sweep's folder"):
         run(grid_of_four(), nothing, tmp_path, fresh=True)
+
+
+def test_what_another_process_trains_is_not_removed(tmp_path: Path) -> None:
+    sweep = Sweep(base(), {"penalty": [0.001, 0.01]})
+    with pytest.raises(RuntimeError):  # before the first checkpoint: it would be begun again
+        run(sweep, lambda _: tiny(), tmp_path, watchers=[At(0, 1, fail)])
+    folder = Folder.open(next((tmp_path / "stacks").iterdir()))
+    for fresh in (False, True):
+        with folder.locked(), pytest.raises(FolderError, match="is being trained by another process"):
+            run(sweep, lambda _: tiny(), tmp_path, fresh=fresh)
+        assert (folder.path / "run.json").exists()
+    assert run(sweep, lambda _: tiny(), tmp_path)["finished"]
 
 
 # ---------------------------------------------------------------- the command

@@ -261,6 +261,20 @@ class Folder:
         return content
 
 
+def refuse_busy(home: Path) -> None:
+    """Says no to what would remove the runs in a folder while another process trains one of them.
+
+    Args:
+        home: whose folders are those of runs, damaged or not; it need not be there.
+
+    Raises:
+        FolderError: another process does.
+    """
+    for file in sorted(home.glob(f"*/{_RUN}")):
+        with Folder(file.parent, [], {}).locked():
+            pass
+
+
 def pace(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
     """How long an epoch of training took, from record to record: first and last epoch, and seconds for each between.
 
@@ -408,4 +422,4 @@ def _plain(value: Any) -> Any:
     return value
 
 
-__all__ = ["Folder", "FolderError", "pace", "provenance"]
+__all__ = ["Folder", "FolderError", "pace", "provenance", "refuse_busy"]

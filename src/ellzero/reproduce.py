@@ -36,7 +36,7 @@ from rich.table import Table
 from ellzero import costs, saving, training
 from ellzero.compact import CompactionError, compact
 from ellzero.data import Dataset
-from ellzero.folders import Folder, FolderError, provenance, write_text
+from ellzero.folders import Folder, FolderError, provenance, refuse_busy, write_text
 from ellzero.gated import Gated
 from ellzero.recipes import Recipe
 from ellzero.removal import ClosedAxisError
@@ -434,6 +434,7 @@ def begin(study: Study, out: Path, settings: dict[str, Any]) -> None:
 
     Raises:
         StudyError: the folder holds another study's, or something else.
+        FolderError: another process trains there.
     """
     file = out / _STUDY
     if not file.exists():
@@ -444,6 +445,7 @@ def begin(study: Study, out: Path, settings: dict[str, Any]) -> None:
             there = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(there, dict) and there.get("study") != study.name:
             raise StudyError(f"{str(out)!r} holds the study `{there.get('study')}`; give another folder by `--out`")
+        refuse_busy(out / _STACKS)
         for folder in (_STACKS, _FIGURES):
             shutil.rmtree(out / folder, ignore_errors=True)
         for row in study.rows:

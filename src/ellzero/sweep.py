@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ellzero import building, checkpoint, figures, training
 from ellzero.compact import refuse_unreachable
 from ellzero.data import Dataset, scaled
-from ellzero.folders import Folder, FolderError, provenance, write_text
+from ellzero.folders import Folder, FolderError, provenance, refuse_busy, write_text
 from ellzero.lagrangian import COSTS, targets
 from ellzero.recipes import Recipe, from_strings
 from ellzero.reproduce import AT_ONCE, interval, new_table, stack_name, stacks
@@ -400,10 +400,12 @@ def clear(out: Path) -> None:
 
     Raises:
         SweepError: the folder holds something else.
+        FolderError: another process trains there.
     """
     _refuse_other(out)
     if not (out / _SWEEP).exists():
         return
+    refuse_busy(out / _STACKS)
     shutil.rmtree(out / _STACKS, ignore_errors=True)
     for ending in ("png", "svg", "txt"):
         (out / f"{_FIGURE}.{ending}").unlink(missing_ok=True)
@@ -485,6 +487,7 @@ def run(
     Raises:
         ValueError: a recipe does not fit its network or its data; nothing is trained then.
         SweepError: `out` holds something else.
+        FolderError: another process trains there.
         training.Stopped: Ctrl-C; what was done is saved.
     """
     if at_once is not None and at_once < 1:
@@ -557,7 +560,8 @@ def _found(
             if too_many:
                 say(f"{folder.path.name} was begun with {len(digests)} runs together, and is begun again with fewer")
             if too_many or not checkpoint.steps(folder.checkpoints):
-                shutil.rmtree(folder.path)
+                with folder.locked():  # another process may be about to write its first checkpoint
+                    shutil.rmtree(folder.path)
                 continue
             begun.append(folder)
         known |= set(digests)
