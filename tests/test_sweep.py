@@ -107,7 +107,8 @@ def test_a_grid_is_the_product_of_its_values_with_seeds_from_the_recipes_own() -
 
 def test_a_sweep_comes_back_from_its_settings_as_json() -> None:
     patterns = [{"fc*": 0.1, "fc1": 0.2}, {"fc1": 0.2, "fc*": 0.1}]  # their order counts
-    swept = Sweep(get("budget-mlp"), {"at_most": [*patterns, 1], "milestones": [(1, 2)], "name": ["mine"]}, seeds=3)
+    grid = {"at_most": [*patterns, 1], "milestones": [(1, 2)], "decay": [0.5], "name": ["mine"]}
+    swept = Sweep(get("budget-mlp"), grid, seeds=3)
     again = Sweep.from_settings(json.loads(json.dumps(swept.settings())))
     assert again.runs == swept.runs
     assert json.dumps(again.settings()) == json.dumps(swept.settings())
