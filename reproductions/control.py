@@ -118,7 +118,7 @@ def draw(records: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
         counts = " or ".join(str(n) for n in sorted({len(r["seeds"]) for r in records}))
         epochs = " or ".join(str(n) for n in sorted({r["recipe"]["epochs"] for r in records}))
         caption = f"""What is kept against what was asked for, and the error, for targets of 5 to 80 % of three costs;
-            {epochs} epochs, {counts} runs for each point. Left: kept cost less target, when the gates have learned
+            {epochs} epochs, seeds for each point: {counts}. Left: kept cost less target, when the gates have learned
             (hollow) and of the network that is handed over (filled); grey: at most the target, and no more than one
             point or 5 % of it below. Right: mean test error. The three costs of a target are drawn side by side."""
         return save(figure, folder / "control", caption)

@@ -63,7 +63,7 @@ def source(records: list[Record]) -> str:
 
     commits = ", ".join(dict.fromkeys(f"`{str(r['commit'])[:12]}`" for r in records))
     return (
-        f"{all_of(lambda r: len(r['seeds']))} runs each, {all_of(lambda r: r['recipe']['epochs'])} epochs, "
+        f"Seeds: {all_of(lambda r: len(r['seeds']))}; {all_of(lambda r: r['recipe']['epochs'])} epochs, "
         f"{all_of(lambda r: r['device'])}, torch {all_of(lambda r: r['torch'])}, commit {commits}."
     )
 
