@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from ellzero.building import build
 from ellzero.data import Dataset, epoch_generator, scaled, stand_in
 from ellzero.folders import Folder, FolderError
 from ellzero.lagrangian import AUTO_FOLDS
-from ellzero.recipes import Recipe
+from ellzero.recipes import Recipe, refuse_idle
 from ellzero.trainer import DivergedError, Trainer
 from ellzero.training import Stopped, train
 from ellzero.watch import AbstractWatcher
@@ -70,6 +71,52 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "momentum": 0.9, "lr": 0.1, "gate_lr": 3.0},
     "nesterov": {"optimizer": "sgd", "momentum": 0.9, "nesterov": True, "lr": 0.1, "gate_lr": 3.0},
 }
+
+
+PENALISED: dict[str, Any] = {"at_most": None, "penalty": 0.1, "dual": "auto"}
+DENSE: dict[str, Any] = {"at_most": None, "placement": None}
+
+
+@pytest.mark.parametrize(
+    ("base", "idle", "message"),
+    [
+        (PENALISED, {"on": "kept"}, "`on` changes nothing without `at_most`"),
+        (PENALISED, {"dual": "nupi"}, "`dual` changes nothing without `at_most`"),
+        (PENALISED, {"dual": "ascent", "dual_lr": 0.3}, "`dual` changes nothing without `at_most`"),
+        (DENSE, {"cost": "macs"}, "`cost` changes nothing without `at_most`"),
+        (
+            {"at_most": 0.5, "dual": "nupi", "dual_lr": 0.1},
+            {"restarts": False},
+            '`restarts` changes nothing but with `dual` "ascent"',
+        ),
+        (PENALISED, {"restarts": False}, '`restarts` changes nothing but with `dual` "ascent"'),
+        (DENSE, {"rule": "median"}, "`rule` changes nothing without gates (`placement`)"),
+        (DENSE, {"gate_lr": 0.3}, "`gate_lr` changes nothing without gates (`placement`)"),
+        (DENSE, {"samples": 2}, "`samples` changes nothing without gates (`placement`)"),
+        (DENSE, {"drop_rates": {"*": 0.1}}, "`drop_rates` changes nothing without gates (`placement`)"),
+        ({}, {"momentum": 0.5}, '`momentum` changes nothing but with `optimizer` "sgd"'),
+        ({}, {"decay": 0.1}, "`decay` changes nothing without `milestones`"),
+        ({}, {"decay_gates": False}, "`decay_gates` changes nothing without gates and `milestones`"),
+        ({}, {"l2_gated_factor": 2.0}, "`l2_gated_factor` changes nothing without gates and `l2`"),
+        (DENSE | {"l2": 0.1}, {"l2_gated_factor": 2.0}, "`l2_gated_factor` changes nothing without gates and `l2`"),
+        ({}, {"detach_l2": True}, "`detach_l2` changes nothing without gates and `l2`"),
+        ({}, {"shrink_checks": 1}, "`shrink_checks` changes nothing without `shrink_at`"),
+        ({}, {"shrink_gain": 0.9}, "`shrink_gain` changes nothing without `shrink_at`"),
+        ({}, {"shrink_multiple": 1}, "`shrink_multiple` changes nothing without `shrink_at` or `settle_at`"),
+        ({}, {"recalibrate": True}, "`recalibrate` changes nothing for 'lenet300', which has no batch norm"),
+    ],
+)
+def test_what_is_refused_as_idle_changes_nothing_indeed(
+    base: dict[str, Any], idle: dict[str, Any], message: str
+) -> None:
+    plain = recipe(**{"epochs": 2, **base})
+    asked = plain.override(**idle)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        refuse_idle(asked, idle)
+    refuse_idle(plain, base or [f.name for f in fields(Recipe)])  # what acts, or is at its default
+    before, after = (train([r], few()) for r in (plain, asked))
+    same(after, by_name(before))
+    assert [h["error"] for h in after.history] == [h["error"] for h in before.history]
 
 
 # ---- learning rates -------------------------------------------------------------------------------------------------

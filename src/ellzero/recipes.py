@@ -322,6 +322,38 @@ def get(name: str) -> Recipe:
     raise ValueError(f"`{name}` is not the name of a recipe; {_nearest(str(name), RECIPES)}")
 
 
+def refuse_idle(recipe: Recipe, names: Iterable[str]) -> None:
+    """Refuses fields that somebody has set on purpose, and that change nothing in this recipe.
+
+    Raises:
+        ValueError: there is one that differs from its default; the message says what it waits for.
+
+    Example:
+        >>> refuse_idle(get("louizos-mlp").override(on="kept"), ["on"])
+        Traceback (most recent call last):
+        ...
+        ValueError: `on` changes nothing without `at_most`
+    """
+    r, defaults = recipe, {f.name: f.default for f in fields(Recipe)}
+    gates, constrained = r.placement is not None, r.at_most is not None
+    acts = {
+        **dict.fromkeys(("cost", "on", "dual", "dual_lr"), (constrained, "without `at_most`")),
+        "restarts": (constrained and r.dual == "ascent", 'but with `dual` "ascent"'),
+        **dict.fromkeys(("drop_rates", "rule", "gate_lr", "samples"), (gates, "without gates (`placement`)")),
+        "momentum": (r.optimizer == "sgd", 'but with `optimizer` "sgd"'),
+        "decay": (bool(r.milestones), "without `milestones`"),
+        "decay_gates": (gates and bool(r.milestones), "without gates and `milestones`"),
+        **dict.fromkeys(("l2_gated_factor", "detach_l2"), (gates and r.l2 > 0, "without gates and `l2`")),
+        **dict.fromkeys(("shrink_checks", "shrink_gain"), (bool(r.shrink_at), "without `shrink_at`")),
+        "shrink_multiple": (bool(r.shrink_at) or r.settles, "without `shrink_at` or `settle_at`"),
+        "recalibrate": (r.network.startswith("wrn"), f"for {r.network!r}, which has no batch norm"),
+    }
+    for name in names:
+        does, why = acts.get(name, (True, ""))
+        if not does and getattr(r, name) != defaults[name]:
+            raise ValueError(f"`{name}` changes nothing {why}")
+
+
 def _parse(name: str, text: str) -> Any:
     text = text.strip()
     if name in _WORDS and not text.startswith(("'", '"')):

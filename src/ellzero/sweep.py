@@ -33,7 +33,7 @@ from ellzero.compact import refuse_unreachable
 from ellzero.data import Dataset, scaled
 from ellzero.folders import Folder, FolderError, provenance, refuse_busy, write_text
 from ellzero.lagrangian import COSTS, targets
-from ellzero.recipes import Recipe, from_strings
+from ellzero.recipes import Recipe, from_strings, refuse_idle
 from ellzero.reproduce import AT_ONCE, interval, new_table, stack_name, stacks
 from ellzero.trainer import STACKABLE, DivergedError, Trainer
 from ellzero.watch import AbstractWatcher
@@ -208,6 +208,7 @@ class Sweep:
             values = dict(zip(self.grid, combination, strict=True))
             try:
                 recipe = self.recipe.override(**values)
+                refuse_idle(recipe, values)
             except ValueError as error:
                 raise ValueError(str(error) + self._where(values)) from error
             plain = recipe.to_dict()

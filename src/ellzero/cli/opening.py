@@ -95,10 +95,12 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """The recipe with these values.
 
     Raises:
-        CommandError: the result is no recipe.
+        CommandError: the result is no recipe, or one of the values changes nothing in it.
     """
     with foreseen(bad_usage=(ValueError,)):
-        return recipe.override(**values)
+        changed = recipe.override(**values)
+        recipes.refuse_idle(changed, values)
+        return changed
 
 
 # ---------------------------------------------------------------- devices and data
