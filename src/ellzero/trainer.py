@@ -656,9 +656,10 @@ class Trainer:
         Raises:
             checkpoint.CheckpointError: it cannot be written. The ones before are still there.
         """
-        started = time.perf_counter()
-        self.losses.tolist()  # waits for the device: what it still had to do was training
-        self.seconds += time.perf_counter() - started
+        if self.position:  # in the middle of an epoch the device is behind: what it still has to do is training
+            started = time.perf_counter()
+            self.losses.tolist()
+            self.seconds += time.perf_counter() - started
         state = self.state()
         state["own"] = parallel.gathered(state["own"][0])
         if self.rank == 0:
