@@ -128,6 +128,7 @@ def test_a_sweep_comes_back_from_its_settings_as_json() -> None:
         ({"seed": [1, 2]}, 1, "`seeds` says"),
         ({"name": ["a", "b"]}, 1, "changes nothing"),
         ({"at_mots": [0.1, 0.2]}, 1, "did you mean `at_most`"),
+        ({"restarts": [True, False]}, 1, r"`restarts` changes nothing but with `dual` \"ascent\""),
     ],
 )
 def test_what_is_no_sweep_is_refused(grid: dict[str, list[Any]], seeds: int, says: str) -> None:
