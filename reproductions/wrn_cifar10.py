@@ -1,7 +1,7 @@
 """Louizos, Welling, Kingma (2018), Figure 4 and Table 2: WRN-28-10 on CIFAR-10, with measured seconds.
 
     ellzero reproduce wrn-cifar10 --only wrn-cifar10 --seeds 1 --every 20 --device cuda --out runs/wrn-dense
-    ellzero reproduce wrn-cifar10 --only 'shrink-wrn-20-*' --seeds 1 --every 20 --device cuda --out runs/wrn-20
+    ellzero reproduce wrn-cifar10 --only shrink-wrn-20-cifar10 --seeds 1 --every 20 --device cuda --out runs/wrn-20
     ellzero reproduce wrn-cifar10 --draw-only --out results/wrn-cifar10
 
 The paper says that gates "can greatly speed up training" and draws *expected* FLOPs over iterations; here the measured
@@ -12,6 +12,11 @@ json lies in a folder. Rows and seeds are trained one after the other: batch nor
 Published: Table 2 has last errors, the median of five runs, for the dense network (Zagoruyko & Komodakis, 2016), the
 one with dropout, and both λs. Those of the rows with constraints (ε for each layer) are the best and the last error
 that the 2022 code of Gallego-Posada et al. gives; it trains the whole network to the end.
+
+Two rows say what averaging is worth: "ε=20 %, dropped" settles and shrinks as "ε=20 %" does, then has the paper's
+drops of the learning rate and no average; "dense, averaged" is the dense network with the average in their place.
+"without %" has, for rows that are averaged, the last error of the parameters as they were trained, and that of the
+average without statistics of its own.
 
 Seconds are those of training: compilation is in them, evaluation is not. "× dense" is to the dense row with as many
 epochs on the same device. Seconds of an epoch are medians over the records before the first event, and over those
@@ -33,8 +38,11 @@ from ellzero.reproduce import Row, Study, new_table, with_interval
 
 DENSE = "wrn-cifar10"
 CONSTRAINED = "shrink-wrn-{}-cifar10"
+AVERAGED = {"milestones": (60,), "ema": 0.9999, "recalibrate": True}  # as the recipes that shrink have it
+DROPPED = {"milestones": (60, 120, 160), "ema": None, "recalibrate": False}
 ROWS = (
     Row("dense", get(DENSE), error="4.00"),
+    Row("dense, averaged", get(DENSE).override(name="wrn-averaged-cifar10", **AVERAGED)),
     Row("dropout 0.3", get("wrn-dropout-cifar10"), error="3.89"),
     Row("λ=0.001/N", get("louizos-wrn-0.001-cifar10"), error="3.83"),
     Row("λ=0.002/N", get("louizos-wrn-0.002-cifar10"), error="3.93"),
@@ -42,8 +50,18 @@ ROWS = (
     Row("ε=50 %", get(CONSTRAINED.format(50))),
     Row("ε=35 %", get(CONSTRAINED.format(35)), "31 % of MACs", "3.80 | 4.13±0.13"),
     Row("ε=20 %", get(CONSTRAINED.format(20)), "16 % of MACs", "4.05 | 4.28±0.16"),
+    Row("ε=20 %, dropped", get(CONSTRAINED.format(20)).override(name="dropped-wrn-20-cifar10", **DROPPED)),
 )
-COLOURS = dict(zip((r.label for r in ROWS), (INK, GREY, PURPLE, SKY, BLUE, GREEN, ORANGE, VERMILION), strict=True))
+COLOURS = {
+    "dense": INK,
+    "dropout 0.3": GREY,
+    "λ=0.001/N": PURPLE,
+    "λ=0.002/N": SKY,
+    "ε=80 %": BLUE,
+    "ε=50 %": GREEN,
+    "ε=35 %": ORANGE,
+    "ε=20 %": VERMILION,
+}
 
 Record = dict[str, Any]
 
@@ -96,7 +114,18 @@ def alike(record: Record, other: Record) -> bool:
 
 
 def table(records: Sequence[Record], title: str) -> Table:
-    right = ("paper, error %", "best %", "last %", "MACs expected", "kept", "seconds", "× dense", "s/epoch", "after")
+    right = (
+        "paper, error %",
+        "best %",
+        "last %",
+        "without %",
+        "MACs expected",
+        "kept",
+        "seconds",
+        "× dense",
+        "s/epoch",
+        "after",
+    )
     out = new_table(title, ("row", "paper, left"), right)
     dense = next((r for r in records if r["recipe"]["name"] == DENSE), None)
     for record in records:
@@ -109,6 +138,10 @@ def table(records: Sequence[Record], title: str) -> Table:
         ratio = "–"
         if dense is not None and alike(record, dense):
             ratio = f"{seconds / statistics.fmean(s['seconds_of_stack'] for s in dense['seeds']):.3f}"
+        ends = [s["history"][-1] for s in seeds]
+        bought = [
+            step for step in ("averaging", "recalibration") if all(step in p.get("error_without", {}) for p in ends)
+        ]
         before, after = zip(*(paces(s) for s in seeds), strict=True)
         out.add_row(
             record["row"],
@@ -116,6 +149,7 @@ def table(records: Sequence[Record], title: str) -> Table:
             record["published"]["error"].replace(" | ", " / ") or "–",
             with_interval([s["error_best"] for s in seeds]),
             with_interval([s["error_last"] for s in seeds]),
+            " / ".join(with_interval([p["error_without"][step] for p in ends]) for step in bought) or "–",
             *shares,
             f"{seconds:.0f}",
             ratio,
@@ -130,7 +164,9 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         usual = 0.0
         for record in records:
             for number, seed in enumerate(record["seeds"]):
-                style = {"color": COLOURS[record["row"]], "linewidth": 1.4 if number == 0 else 0.6}
+                base, _, variant = record["row"].partition(", ")
+                style = {"color": COLOURS[base], "linewidth": 1.4 if number == 0 else 0.6}
+                style |= {"linestyle": "--"} if variant else {}
                 label = record["row"] if number == 0 else None
                 points = seed["history"]
                 cost.plot(*left(seed), label=label, **style)
@@ -153,14 +189,14 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         error.set_xlim(left=0)
         error.yaxis.set_major_formatter("{x:g}")
         error.yaxis.set_minor_formatter("{x:g}")
-        legend(figure, cost, columns=8)
+        legend(figure, cost, columns=10)
         device = " or ".join(dict.fromkeys(str(r["device"]) for r in records))
         caption = f"""WRN-28-10 on CIFAR-10, {device}. (a) MACs of a forward pass that the gates leave, in percent of
             the dense network's: expected over their noise, and kept from where they are fixed; networks without gates
             compute everything, with dropout too. Dotted: MACs of the network that is trained. (b) Measured seconds of
             an epoch of training, the mean since the record before, compilation included: where that is, lines may go
             beyond the scale. (c) Test error over the seconds of training so far. Triangles: units are taken out of the
-            network that is trained. Thin lines: further seeds."""
+            network that is trained. Thin lines: further seeds. Dashed: the same network, with or without averaging."""
         return save(figure, folder / "wrn-cifar10", caption)
 
 

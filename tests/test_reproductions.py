@@ -361,6 +361,7 @@ def wide_records() -> list[dict[str, Any]]:
                 "kept": {"macs": 0.19},
                 "expected": {"macs": 0.5},
             }
+        points[-1]["error_without"] = {"averaging": 5.0, "recalibration": 50.0}
         seed["costs"]["macs"] |= {"expected": 0.21, "kept": 0.19}
     for record in out:
         for seed in record["seeds"]:
@@ -376,6 +377,7 @@ def test_the_table_of_wide_networks_has_measured_seconds() -> None:
     columns = {str(c.header): list(c.cells) for c in shown.columns}
     assert columns["paper, error %"] == ["4.00", "3.83", "4.05 / 4.28±0.16"]
     assert columns["kept"] == ["100.0 %", "30.0 %", "19.0 %"]
+    assert columns["without %"] == ["–", "–", "5.00 ± 0.00 / 50.00 ± 0.00"]
     whole = [9 * 4.0 + 20, 9 * 4.4 + 20, 5 * 4.2 + 20 + 2 * 4.0 + 30]
     assert columns["seconds"] == [f"{w:.0f}" for w in whole]
     assert columns["× dense"] == [f"{w / whole[0]:.3f}" for w in whole]
@@ -431,9 +433,17 @@ def test_rows_of_wide_networks_can_be_compared() -> None:
         assert (recipe.optimizer, recipe.lr, recipe.milestones, recipe.l2) == ("sgd", 0.1, drops, 5e-4)
         alike = ("precision", "channels_last", "compile", "augment")
         assert [getattr(recipe, name) for name in alike] == [getattr(rows[0], name) for name in alike]
-    assert [r.penalty for r in rows[2:4]] == [0.001, 0.002]
-    for recipe, target in zip(rows[4:], (0.8, 0.5, 0.35, 0.2), strict=True):
+    assert [r.penalty for r in rows if r.penalty] == [0.001, 0.002]
+    for recipe, target in zip(rows[5:], (0.8, 0.5, 0.35, 0.2, 0.2), strict=True):
         assert recipe.at_most == {f"blocks.{k}.conv1": target for k in range(12)}
+
+
+def test_what_averaging_buys_is_seen_by_rows_that_differ_in_nothing_else() -> None:
+    rows = {row.label: row.recipe.to_dict() for row in known()["wrn-cifar10"].rows}
+    for averaged, dropped in (("dense, averaged", "dense"), ("ε=20 %", "ε=20 %, dropped")):
+        ours, theirs = rows[averaged], rows[dropped]
+        changed = {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key] and key != "name"}
+        assert changed == {"milestones": ([60], [60, 120, 160]), "ema": (0.9999, None), "recalibrate": (True, False)}
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ from ellzero.zoo import WideResNet
 
 
 @cache
-def images(name: str) -> Dataset:
-    return stand_in(name, images=32)
+def images(name: str, device: str = "cpu") -> Dataset:
+    return stand_in(name, images=32, device=device)
 
 
 def recipe(network: str, **changes: Any) -> Recipe:
@@ -69,15 +69,26 @@ def close(gated: Gated, closed: dict[str, list[int]]) -> None:
 
 def doubled(r: Recipe, closed: dict[str, list[int]]) -> Trainer:
     """A trainer that computes in float64, with some gates closed from the beginning."""
-    trainer = Trainer([r], images(r.data))
+    trainer = in_float64(Trainer([r], images(r.data)))
+    close(gated_of(trainer), closed)
+    return trainer
+
+
+def in_float64(trainer: Trainer) -> Trainer:
+    batch = trainer.supply.batch
+
+    def exact(index: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = batch(index)
+        return x.double(), y
+
+    trainer.supply.batch = exact  # type: ignore[method-assign]
     trainer.runs.double()
-    trainer.supply._images = trainer.supply._images.double()
     trainer.average = {name: value.double() for name, value in trainer.average.items()}
     dual = trainer.lagrangian
     dual.penalty, dual.member, dual.target = dual.penalty.double(), dual.member.double(), dual.target.double()
     dual.multiplier = dual.multiplier.double()
     dual.memory = {name: value.double() for name, value in dual.memory.items()}
-    close(gated_of(trainer), closed)
+    trainer._restart()  # what a compiled step must know beforehand is known for a dtype
     return trainer
 
 
