@@ -1,17 +1,19 @@
 """The tables and figures of docs/reproduction.md, made from the stored results: `python reproductions/render.py`.
 
-A table stands between `<!-- NAME -->` and `<!-- end of NAME -->`, a figure between `<!-- figure NAME -->` and
-`<!-- end of figure NAME -->`; NAME is in one of the dictionaries here. What is not stored yet is said to be so.
+A table of a study, or of step times from results/benchmarks/, stands between `<!-- NAME -->` and `<!-- end of NAME -->`,
+a figure between `<!-- figure NAME -->` and `<!-- end of figure NAME -->`; NAME is known here. What is not stored yet is
+said to be so.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ellzero.reproduce import Record, find, markdown, stored, studies
+from ellzero.reproduce import Record, find, markdown, new_table, stored, studies
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reproduction.md"
@@ -27,6 +29,8 @@ TABLES = {
     "control-200": "control",
     "wrn-cifar10": "wrn-cifar10",
 }
+# Files of results/benchmarks/ with the times of steps.
+STEPS = ("training_speed", "wrn_speed")
 # Figure in the page: where in results/ it lies, without its ending.
 FIGURES = {
     "louizos2018-figure1": "louizos2018-figure1/figures/louizos2018-figure1",
@@ -53,6 +57,33 @@ def table(name: str, root: Path = ROOT) -> str:
         some = len(missing) <= 4
         lines[-1] += f" Not stored: {', '.join(missing) if some else f'{len(missing)} of {len(study.rows)} rows'}."
     return "\n".join(lines)
+
+
+def steps(name: str, root: Path = ROOT) -> str:
+    """Step times and their ratios to the dense network's, as they are and compiled, and where they are from."""
+    file = root / "results" / "benchmarks" / f"{name}.json"
+    if not file.is_file():
+        return "No results are stored yet."
+    record = json.loads(file.read_text(encoding="utf-8"))
+    found = record.get("steps_of_networks") or {
+        record["options"]["network"]: {
+            f"{kind}, {way}": numbers for way, kinds in record["steps"].items() for kind, numbers in kinds.items()
+        }
+    }
+    ways = list(dict.fromkeys(label.rpartition(", ")[2] for kinds in found.values() for label in kinds))
+    right = [column for way in ways for column in (f"ms, {way}", "× dense", "range")]
+    out = new_table("", ("network", ""), right)
+    for network, kinds in found.items():
+        for kind in dict.fromkeys(label.rpartition(", ")[0] for label in kinds):
+            cells = []
+            for n in (kinds[f"{kind}, {way}"] for way in ways):
+                dense = kind == "dense"  # to itself
+                cells += [f"{n['milliseconds']:.3f}", f"{n['ratio']:.3f}"]
+                cells.append("–" if dense else f"{n['ratio_low']:.3f}–{n['ratio_high']:.3f}")
+            out.add_row(network, kind, *cells)
+    rounds, many = record["options"]["rounds"], record["options"]["steps"]
+    about = f"Medians and ranges over {rounds} rounds of {many} steps; {record['device']}, torch {record['torch']}"
+    return f"{markdown(out)}\n\n{about}, commit `{record['commit'][:12]}`: `python benchmarks/{record['command']}`."
 
 
 def source(records: list[Record]) -> str:
@@ -84,6 +115,7 @@ def page(text: str, root: Path = ROOT) -> str:
         ValueError: a marker is missing, or is there twice.
     """
     blocks = {name: table(name, root) for name in TABLES}
+    blocks |= {name: steps(name, root) for name in STEPS}
     blocks |= {f"figure {name}": figure(name, root) for name in FIGURES}
     for name, block in blocks.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

@@ -1,13 +1,12 @@
 """Louizos, Welling, Kingma (2018), Figure 4 and Table 2: WRN-28-10 on CIFAR-10, with measured seconds.
 
-    ellzero reproduce wrn-cifar10 --only wrn-cifar10 --seeds 1 --every 20 --device cuda --out runs/wrn-dense
-    ellzero reproduce wrn-cifar10 --only shrink-wrn-20-cifar10 --seeds 1 --every 20 --device cuda --out runs/wrn-20
+    ellzero reproduce wrn-cifar10 --only wrn-cifar10,shrink-wrn-20-cifar10 --every 20 --device cuda
     ellzero reproduce wrn-cifar10 --draw-only --out results/wrn-cifar10
 
 The paper says that gates "can greatly speed up training" and draws *expected* FLOPs over iterations; here the measured
-seconds of an epoch are beside them. A row takes a GPU for minutes to a quarter of an hour, so each is a command of its
-own, which `--resume` takes up again where it was stopped; the third command makes table and figure from the rows whose
-json lies in a folder. Rows and seeds are trained one after the other: batch norm keeps a network out of a stack.
+seconds of an epoch are beside them. A row takes a GPU for 8 to 15 minutes, and `--resume` takes it up where it was
+stopped; the second command makes table and figure from the rows whose json lies in a folder. Rows and seeds are trained
+one after the other: batch norm keeps a network out of a stack.
 
 Published: Table 2 has last errors, the median of five runs, for the dense network (Zagoruyko & Komodakis, 2016), the
 one with dropout, and both λs. Those of the rows with constraints (ε for each layer) are the best and the last error

@@ -477,6 +477,31 @@ def test_the_page_gets_tables_and_figures_of_what_is_stored(tmp_path: Path) -> N
     assert all(original.is_file() for original in copies.values())
 
 
+def test_the_page_gets_the_stored_times_of_steps(tmp_path: Path) -> None:
+    render, home = module("render"), tmp_path / "results" / "benchmarks"
+    assert render.steps("wrn_speed", tmp_path) == "No results are stored yet."
+    home.mkdir(parents=True)
+    about = {"device": "GPU", "torch": "2.13.0", "commit": "0" * 40, "command": "wrn_speed.py --device cuda"}
+    numbers = {"milliseconds": 2.0, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+    gated = {"milliseconds": 2.5, "ratio": 1.25, "ratio_low": 1.2, "ratio_high": 1.3}
+    options = {"network": "wrn-10-1", "rounds": 3, "steps": 7}
+    (home / "wrn_speed.json").write_text(
+        json.dumps({**about, "options": options, "steps": {"compiled": {"dense": numbers, "gated": gated}}})
+    )
+    of_networks = {"mlp": {"dense, as it is": numbers, "gated ×5, as it is": gated}}
+    (home / "training_speed.json").write_text(
+        json.dumps({**about, "options": options, "steps_of_networks": of_networks})
+    )
+    lines = render.steps("wrn_speed", tmp_path).splitlines()
+    assert lines[0] == "| network |  | ms, compiled | × dense | range |"
+    assert lines[2:4] == [
+        "| wrn-10-1 | dense | 2.000 | 1.000 | – |",
+        "| wrn-10-1 | gated | 2.500 | 1.250 | 1.200–1.300 |",
+    ]
+    assert lines[-1].startswith("Medians and ranges over 3 rounds of 7 steps; GPU, torch 2.13.0, commit `000000000000`")
+    assert "| mlp | gated ×5 | 2.500 | 1.250 | 1.200–1.300 |" in render.steps("training_speed", tmp_path)
+
+
 def test_a_page_without_a_marker_is_refused(tmp_path: Path) -> None:
     render = module("render")
     text = render.PAGE.read_text(encoding="utf-8")

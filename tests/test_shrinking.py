@@ -62,7 +62,7 @@ def gated_of(trainer: Trainer) -> Gated:
 
 def close(gated: Gated, closed: dict[str, list[int]]) -> None:
     for name, gate in gated.named_gates():
-        mask = torch.zeros(gate.shape, dtype=torch.bool)
+        mask = torch.zeros(gate.shape, dtype=torch.bool, device=next(gate.parameters()).device)
         mask[closed.get(name, [])] = True
         gate.close_(mask)
 

@@ -245,17 +245,21 @@ class Study:
         Args:
             epochs: instead of the recipes' own.
             data: instead of the recipes' own.
-            only: pattern of recipe names.
+            only: pattern of recipe names, or several with commas between them.
 
         Raises:
-            StudyError: no name matches.
+            StudyError: a pattern matches no name.
         """
         changes = {name: value for name, value in (("epochs", epochs), ("data", data)) if value is not None}
-        chosen = [(r, r.recipe.override(**changes)) for r in self.rows if fnmatchcase(r.recipe.name, only)]
-        if self.rows and not chosen:
-            names = ", ".join(r.recipe.name for r in self.rows)
-            raise StudyError(f"`--only` must match the name of a recipe ({names}), got {only!r}")
-        return chosen
+        names, wanted = [r.recipe.name for r in self.rows], only.split(",")
+        for pattern in wanted if self.rows else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise StudyError(f"`--only` must match the name of a recipe ({', '.join(names)}), got {pattern!r}")
+        return [
+            (row, row.recipe.override(**changes))
+            for row in self.rows
+            if any(fnmatchcase(row.recipe.name, pattern) for pattern in wanted)
+        ]
 
 
 def studies(folder: Path | None = None) -> dict[str, Study]:
@@ -481,7 +485,7 @@ def reproduce(
         seeds: how many, from 0; the study's own number if absent.
         epochs: instead of the recipes' own.
         data: name of the data set, instead of the recipes' own.
-        only: pattern of the names of the recipes to train.
+        only: pattern of the names of the recipes to train, or several with commas between them.
         every: evaluate after every so many epochs.
         at_once: runs in a stack at most.
         out: folder; nothing is stored if absent.

@@ -67,7 +67,7 @@ def reproduce(
         device: where to train; auto is a GPU if there is one.
         data: in place of the recipes' own; mnist5k, a part of MNIST, comes with the library.
         data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
-        only: the rows whose recipe's name matches, such as 'louizos-mlp*'.
+        only: the rows whose recipe's name matches, such as 'louizos-mlp*'; several with commas between them.
         every: evaluate after every N epochs, and after the last.
         at_once: train no more than N runs together.
         out: folder of the reproduction.
