@@ -1,8 +1,8 @@
 """The tables and figures of docs/reproduction.md, made from the stored results: `python reproductions/render.py`.
 
-A table of a study, or of step times from results/benchmarks/, stands between `<!-- NAME -->` and `<!-- end of NAME -->`,
-a figure between `<!-- figure NAME -->` and `<!-- end of figure NAME -->`; NAME is known here. What is not stored yet is
-said to be so.
+A table, of a study or of step times from results/benchmarks/, stands between `<!-- NAME -->` and
+`<!-- end of NAME -->`, a figure between `<!-- figure NAME -->` and `<!-- end of figure NAME -->`; NAME is known here.
+What is not stored yet is said to be so.
 """
 
 from __future__ import annotations
