@@ -1,8 +1,8 @@
 """Training on a GPU: the step is captured, or compiled and captured, and made anew where the network shrinks.
 
 The oracle is the same run on the CPU, where nothing is captured, in float64; both are given the same order of images
-and the same noise. Learning rates are float32 on a GPU, so the two part by about 1e-8 in each step. Batches are small,
-so that every network that a run has is captured and replayed.
+and the same noise, whose logarithms are float32: there the two differ in the last bit. Batches are small, so that every
+network that a run has is captured and replayed.
 """
 
 from __future__ import annotations
