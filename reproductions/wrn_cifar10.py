@@ -19,7 +19,7 @@ average without statistics of its own.
 
 Seconds are those of training: compilation is in them, evaluation is not. "× dense" is to the dense row with as many
 epochs on the same device. Seconds of an epoch are medians over the records before the first event, and over those
-after the last, but for the first record of each, which has compiled.
+after the last, but for the first record of each, which has compiled, if there are others.
 """
 
 import statistics

@@ -61,6 +61,16 @@ class Tokens(nn.Module):
         x = self.down(self.up(self.embed(ids)).relu()) * mask.unsqueeze(-1)
         return x.sum(1) * weight
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder_first_projection, self.encoder_second_projection = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.encoder_normalisation, self.encoder_output = nn.GroupNorm(2, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        x = self.encoder_second_projection(self.encoder_first_projection(x))
+        return self.encoder_output(self.encoder_normalisation(x))
+
 class Forks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -141,6 +151,14 @@ def test_inspect_prints_the_axes_of_lenet(run: Run) -> None:
     assert "3 of 5 axes can shrink, 570 units in all." in out
     assert "does not reach spare.weight, spare.bias" in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+def test_inspect_leaves_no_reason_out(run: Run) -> None:
+    _, out, _ = run("inspect", "nets:Normed", "--input", "1,4", "--json")
+    (why,) = [axis["why"] for axis in json.loads(out)["axes"] if axis["name"] == "encoder_second_projection"]
+    assert len(why) > 50
+    _, out, _ = run("inspect", "nets:Normed", "--input", "1,4")
+    assert "".join(why.split()) in "".join("".join(row[-1] for row in rows(out) if row).split())
 
 
 def test_inspect_json_has_every_tensor(run: Run) -> None:

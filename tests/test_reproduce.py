@@ -248,7 +248,7 @@ def test_only_the_rows_that_match_are_trained(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match=r"`--only` must match the name of a recipe \(first, second\), got 'x'"):
         reproduce(made, data(), only="x")
     assert [r.name for _, r in made.recipes(only="sec*,first")] == ["first", "second"]  # in the order of the study
-    assert [r.name for _, r in made.recipes(only="second,s*")] == ["second"]
+    assert [r.name for _, r in made.recipes(only="second, s*")] == ["second"]
     with pytest.raises(StudyError, match="got 'x'"):
         made.recipes(only="first,x")
 

@@ -61,6 +61,7 @@ def test_a_network_that_settles_is_the_finalised_one(case: str) -> None:
     gated = scattered(trainer)
     expected = copy.deepcopy(gated)
     noisy = {name: cost(gated).item() / costs.dense(cost, gated) for name, cost in COSTS.items()}
+    had = {name: cost(gated, kept=True).item() / costs.dense(cost, gated) for name, cost in COSTS.items()}
     if r.at_most is not None:
         finalize(expected, r.at_most, COSTS[r.cost], fill=True)
     x = trainer.supply.scaled(images(r.data).test_x).double()
@@ -70,6 +71,7 @@ def test_a_network_that_settles_is_the_finalised_one(case: str) -> None:
     assert trainer.event is not None
     assert trainer.event["settled"]
     assert trainer.event["expected"] == pytest.approx(noisy, rel=1e-6)
+    assert trainer.event["kept"] == pytest.approx(had, rel=1e-6)
     after = trainer.network(0)
     assert_same(after(x), before, 1e-12)
     settled = cast(Gated, after)

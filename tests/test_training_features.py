@@ -103,6 +103,8 @@ DENSE: dict[str, Any] = {"at_most": None, "placement": None}
         ({}, {"shrink_checks": 1}, "`shrink_checks` changes nothing without `shrink_at`"),
         ({}, {"shrink_gain": 0.9}, "`shrink_gain` changes nothing without `shrink_at`"),
         ({}, {"shrink_multiple": 1}, "`shrink_multiple` changes nothing without `shrink_at` or `settle_at`"),
+        ({}, {"shrink_at": (9,)}, "`shrink_at` changes nothing after the last of 2 epochs"),
+        ({}, {"settle_at": 9}, "`settle_at` changes nothing after the last of 2 epochs"),
         ({}, {"recalibrate": True}, "`recalibrate` changes nothing for 'lenet300', which has no batch norm"),
     ],
 )

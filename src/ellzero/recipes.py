@@ -345,6 +345,8 @@ def refuse_idle(recipe: Recipe, names: Iterable[str]) -> None:
         "decay_gates": (gates and bool(r.milestones), "without gates and `milestones`"),
         **dict.fromkeys(("l2_gated_factor", "detach_l2"), (gates and r.l2 > 0, "without gates and `l2`")),
         **dict.fromkeys(("shrink_checks", "shrink_gain"), (bool(r.shrink_at), "without `shrink_at`")),
+        "shrink_at": (max(r.shrink_at, default=0) <= r.epochs, f"after the last of {r.epochs} epochs"),
+        "settle_at": (r.settle_at is None or r.settles, f"after the last of {r.epochs} epochs"),
         "shrink_multiple": (bool(r.shrink_at) or r.settles, "without `shrink_at` or `settle_at`"),
         "recalibrate": (r.network.startswith("wrn"), f"for {r.network!r}, which has no batch norm"),
     }
@@ -475,7 +477,7 @@ def _one_or_many(check: _Check) -> _Check:
 
 def _epochs(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise _refusal(name, "a list of epochs", value)
+        raise _refusal(name, "a list of epochs such as [10]", value)
     epochs = tuple(_whole(1)(name, epoch) for epoch in value)
     if list(epochs) != sorted(set(epochs)):
         raise _refusal(name, "a list of rising epochs", value)
@@ -578,7 +580,8 @@ def _contradictions(recipe: Recipe) -> Iterable[str]:
     if r.settle_at is not None and r.settle_at <= max(r.shrink_at, default=0):
         yield f"`settle_at` must come after `shrink_at`, got {r.settle_at} and {list(r.shrink_at)}"
     if r.settle_at is not None and r.finetune_epochs:
-        yield "`finetune_epochs` must be 0 with `settle_at`, after which the weights train alone"
+        alone = "after which the weights train alone"
+        yield f"`finetune_epochs` must be 0 with `settle_at`, {alone}, got {r.finetune_epochs}"
     constrained = r.at_most is not None
     for name, allowed, why in (
         ("finalize", constrained, "without `at_most`, its target"),
@@ -592,8 +595,9 @@ def _contradictions(recipe: Recipe) -> Iterable[str]:
         ("nesterov", r.optimizer == "sgd" and r.momentum > 0, "without SGD and its `momentum`"),
     ):
         if getattr(r, name) and not allowed:
-            must = "absent" if name in _NULLABLE else type(getattr(r, name))()
-            yield f"`{name}` must be {must} {why}, got {getattr(r, name)}"
+            value = r.to_dict()[name]
+            must = "absent" if name in _NULLABLE else type(value)()
+            yield f"`{name}` must be {must} {why}, got {value}"
 
 
 # ---------------------------------------------------------------- the papers'

@@ -251,7 +251,7 @@ class Study:
             StudyError: a pattern matches no name.
         """
         changes = {name: value for name, value in (("epochs", epochs), ("data", data)) if value is not None}
-        names, wanted = [r.recipe.name for r in self.rows], only.split(",")
+        names, wanted = [r.recipe.name for r in self.rows], [pattern.strip() for pattern in only.split(",")]
         for pattern in wanted if self.rows else ():
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise StudyError(f"`--only` must match the name of a recipe ({', '.join(names)}), got {pattern!r}")

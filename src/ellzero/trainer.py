@@ -335,7 +335,9 @@ class Trainer:
         be error for nothing, and so would noise in a network that is small already. Notes it as `event`.
         """
         r, gated = self.recipe, cast(Gated, self.runs.template.network)
-        expected = self.runs.evaluate("watched", values=self.values())[0, 0].tolist()  # the last time that it is noisy
+        watched = self.runs.evaluate("watched", values=self.values())[
+            0
+        ].tolist()  # the last that the gates have learned
         if r.at_most is None:
             revive(gated)
         else:
@@ -348,8 +350,8 @@ class Trainer:
                 gate.close_(~gate.open())  # for good: what is expected is then what is kept
                 gate.open_(gate.open(), wide=True)
         plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), r.shrink_multiple)
-        found = {**shrinking.event(gated, plan), "expected": dict(zip(COSTS, expected, strict=True))}
-        self.event = {**found, "skipped": False, "settled": True}
+        before = {kind: dict(zip(COSTS, w, strict=True)) for kind, w in zip(("expected", "kept"), watched, strict=True)}
+        self.event = {**shrinking.event(gated, plan), **before, "skipped": False, "settled": True}
         self.averaging = bool(self.average) and self.epoch < r.epochs  # there was another network before
         self._take_out(plan)
         self._fix()

@@ -125,7 +125,6 @@ def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[AxisView
     for title in ("axis", "units", "written by", "along with", "read by", "state"):
         table.add_column(title, overflow="fold")
     table.columns[1].justify = "right"
-    table.columns[-1].min_width = 30
     for v in views:
         writers, readers = _layers(v.writes), _layers(v.reads)
         others = [name for name in _layers(v.rides) if name not in writers]  # a bias goes without saying

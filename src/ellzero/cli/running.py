@@ -271,14 +271,16 @@ def _cut(folder: Folder) -> list[str]:
     """What `finalize` or settling had to do: much of it means that the gates had too little time."""
     recipe, history = folder.recipes[0], folder.history()
     learned = [h for h in history if not h["tuning"]]
-    if not recipe.projects or not learned:
+    if recipe.settles:  # its own record comes after it
+        before = next(h["shrunk"] for h in history if h.get("shrunk", {}).get("settled"))
+        error, by = "", f"settling after epoch {recipe.settle_at}"
+    elif recipe.finalize and learned:
+        before = learned[-1]
+        error, by = f", with {before['error']:.2f} % error", "`finalize`"
+    else:
         return []
-    before, after = learned[-1], history[-1]
-    kept = [f"{100 * h['kept'][recipe.cost]:.1f} %" for h in (before, after)]
-    return [
-        f"When the gates had learned, {kept[0]} of {recipe.cost} were kept, with {before['error']:.2f} % error; "
-        f"{f'settling after epoch {recipe.settle_at}' if recipe.settles else '`finalize`'} made it {kept[1]}."
-    ]
+    kept = [f"{100 * h['kept'][recipe.cost]:.1f} %" for h in (before, history[-1])]
+    return [f"When the gates had learned, {kept[0]} of {recipe.cost} were kept{error}; {by} made it {kept[1]}."]
 
 
 def _page(folder: Folder, network: nn.Module, dataset: Any) -> Path | str:
