@@ -19,7 +19,7 @@ from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
 from ellzero import costs, gates
 from ellzero.building import architecture
-from ellzero.cli import looking, main
+from ellzero.cli import looking, main, opening
 from ellzero.compact import compact, finalize
 from ellzero.folders import Folder
 from ellzero.gated import Gated
@@ -207,6 +207,22 @@ def test_an_unfinished_run_is_evaluated_as_its_records_are(
     assert 100 * (logits.argmax(1) != trainer.data.test_y).double().mean() != seen  # as training has them
     assert main(["compact", str(tmp_path / "run")]) == 0
     assert "the run is not finished: batch-norm statistics are those of training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ema", [0.9, 0.9999])
+def test_whoever_looks_without_the_data_sees_the_same_average(ema: float, tmp_path: Path) -> None:
+    """Noise that stands in for the data makes epochs of another length, and the average begins with one of them."""
+    r = SETTLING.override(ema=ema, recalibrate=False)
+    trainer = Trainer([r], images("cifar10"))
+    scattered(trainer)
+    for _ in range(3):
+        list(trainer.train_epoch())
+    folder = Folder.create(tmp_path / "run", [r])
+    trainer.save(folder)
+    expected = trainer.network(0).state_dict()
+    seen = opening.restored(folder).network(0).state_dict()
+    assert seen.keys() == expected.keys()
+    assert [name for name in seen if not torch.equal(seen[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("steps", [3, 4, 5, 9])

@@ -96,6 +96,7 @@ class Trainer:
         self.seconds = 0.0  # of training since the last record
         self.tuning = False  # whether the gates are fixed
         self.averaging = bool(self.average) and not recipe.settles  # where gates settle: from then on
+        self.images = len(dataset.train_x)  # in an epoch; those of the run, where noise stands in for them
         self.history: list[dict[str, Any]] = []
         self.closed_for = np.zeros(first.liveness.size if first is not None else 0, dtype=np.int64)  # checks in a row
         self.event: dict[str, Any] | None = None  # what shrinking did, until it is in the history
@@ -384,7 +385,7 @@ class Trainer:
     def _correction(self) -> float:
         """What the average is to be divided by: it begins at zero, with the run or where the gates settle."""
         r = self.recipe
-        begins = (r.settle_at or 0) * self.steps_per_epoch if r.settles else 0
+        begins = (r.settle_at or 0) * (self.images // r.batch) if r.settles else 0
         return float(1 - (r.ema or 0) ** max(0.0, float(self.clock) - begins))
 
     @torch.no_grad()
@@ -606,7 +607,7 @@ class Trainer:
             **{name: getattr(self, name) for name in _COUNTERS},
             "records": len(self.history),
             "ranks": self.ranks,
-            "images": len(self.data.train_x),
+            "images": self.images,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -614,6 +615,7 @@ class Trainer:
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.clock.copy_(state["clock"])
+        self.images = state["images"]
         if "shrinking" in state:
             self._shrink_like(state["shrinking"])
         if state["tuning"]:
