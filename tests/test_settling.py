@@ -277,3 +277,17 @@ def test_a_layer_that_is_closed_when_the_gates_settle_is_not_lost_for_good(name:
     if closed == "all" and trainer.recipe.at_most is None:  # one of each, the last: it is the most probable
         assert set(left.values()) == {1}
         assert all(bool(gate.open()[-1]) for _, gate in network.named_gates())
+
+
+def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> None:
+    """The controller that sets itself and the target that comes down are those of a run that ends there."""
+    short, long = (
+        Trainer(
+            [get("demo").override(batch=16, epochs=n, settle_at=2, finetune_epochs=0)], images("mnist5k")
+        ).lagrangian
+        for n in (2, 200)
+    )
+    assert repr(short.dual) == repr(long.dual)
+    for step in (0.0, 1.0, 2.0, 4.0):
+        assert torch.equal(short.now(torch.tensor(step)), long.now(torch.tensor(step)))
+    assert long.now(torch.tensor(2.0)).item() == pytest.approx(0.2)  # half of the four steps

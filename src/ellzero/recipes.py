@@ -49,7 +49,8 @@ class Recipe:
         restarts: with "ascent", whether a multiplier is set to zero where its constraint holds.
         kp: the proportional gain of "nupi".
         nu: the smoothing of "nupi".
-        target_warmup: over which fraction of the epochs the target comes down from 1; 0 for at once.
+        target_warmup: over which fraction of the epochs with gates that learn the target comes down from 1; 0 for at
+            once.
         optimizer: "adam" or "sgd", for weights and gates.
         lr: learning rate of the weights.
         gate_lr: learning rate of the gates; None for that of the weights.
@@ -200,6 +201,11 @@ class Recipe:
     def settles(self) -> bool:
         """Whether the gates settle on the way."""
         return self.settle_at is not None and self.settle_at <= self.epochs
+
+    @property
+    def gate_epochs(self) -> int:
+        """Epochs with gates that learn: all, or those until they settle."""
+        return self.epochs if self.settle_at is None else min(self.settle_at, self.epochs)
 
     # ---- as plain data ----------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Trainer:
             self.parts,
             self.runs.template.dense,
             images=len(dataset.train_x),
-            steps=recipe.epochs * self.steps_per_epoch,
+            steps=recipe.gate_epochs * self.steps_per_epoch,
             device=self.device,
         )
         self._optimizer()
