@@ -291,3 +291,13 @@ def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> 
     for step in (0.0, 1.0, 2.0, 4.0):
         assert torch.equal(short.now(torch.tensor(step)), long.now(torch.tensor(step)))
     assert long.now(torch.tensor(2.0)).item() == pytest.approx(0.2)  # half of the four steps
+
+
+@pytest.mark.parametrize("change", [{"samples": 3}, {"extra_gradient": True}])
+def test_gates_that_have_settled_are_not_drawn_and_so_not_more_than_once(change: dict[str, Any]) -> None:
+    trainer = Trainer([SETTLING.override(**change)], images("cifar10"))
+    calls = []
+    gated_of(trainer).model.register_forward_hook(lambda *_: calls.append(trainer.tuning))
+    for _ in range(3):
+        list(trainer.train_epoch())
+    assert calls == [False] * (4 * change.get("samples", 2)) + [True] * 2

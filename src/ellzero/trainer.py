@@ -230,7 +230,8 @@ class Trainer:
                 self._move(seen, first)
                 loss, seen = self._gradient(x, y, there)
         else:
-            loss, seen = self._gradient(x, y, noise)
+            # Gates that are fixed draw nothing: further samples would be the same forward again.
+            loss, seen = self._gradient(x, y, noise[:, :1] if self.tuning else noise)
         self._move(seen, first)
         with torch.no_grad():
             self.clock += 1
