@@ -19,7 +19,7 @@ from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
 from ellzero import costs, gates
 from ellzero.building import architecture
-from ellzero.cli import looking, main, opening
+from ellzero.cli import looking, main, opening, running
 from ellzero.compact import compact, finalize
 from ellzero.folders import Folder
 from ellzero.gated import Gated
@@ -301,3 +301,17 @@ def test_gates_that_have_settled_are_not_drawn_and_so_not_more_than_once(change:
     for _ in range(3):
         list(trainer.train_epoch())
     assert calls == [False] * (4 * change.get("samples", 2)) + [True] * 2
+
+
+def test_the_command_line_says_of_which_epoch_the_network_before_settling_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The record of the epoch that they settle after is of the network after that."""
+    monkeypatch.setattr(running, "load_data", lambda *_: images("mnist5k"))
+    words = ["train", "demo", "--batch", "16", "--epochs", "3", "--settle-at", "2", "--finetune-epochs", "0"]
+    assert main([*words, "--device", "cpu", "--quiet", "--out", str(tmp_path / "run")]) == 0
+    first, *_, last = Folder.open(tmp_path / "run").history()
+    assert (
+        f"After epoch 1, {100 * first['kept']['macs']:.1f} % of macs were kept, with {first['error']:.2f} % error; "
+        f"settling after epoch 2 made it {100 * last['kept']['macs']:.1f} %."
+    ) in capsys.readouterr().out

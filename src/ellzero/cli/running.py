@@ -268,7 +268,10 @@ def _worthless(folder: Folder, error: float, dataset: Dataset) -> str | None:
 
 
 def _cut(folder: Folder) -> list[str]:
-    """What `finalize` or settling had to do: much of it means that the gates had too little time."""
+    """What `finalize` or settling had to do: much of it means that the gates had too little time.
+
+    The record of the epoch after which gates settle is of the settled network, so what was before is older than that.
+    """
     recipe, history = folder.recipes[0], folder.history()
     learned = [h for h in history if not h["tuning"]]
     if not recipe.projects or not learned:
@@ -276,7 +279,7 @@ def _cut(folder: Folder) -> list[str]:
     before, after = learned[-1], history[-1]
     kept = [f"{100 * h['kept'][recipe.cost]:.1f} %" for h in (before, after)]
     return [
-        f"When the gates had learned, {kept[0]} of {recipe.cost} were kept, with {before['error']:.2f} % error; "
+        f"After epoch {before['epoch']}, {kept[0]} of {recipe.cost} were kept, with {before['error']:.2f} % error; "
         f"{f'settling after epoch {recipe.settle_at}' if recipe.settles else '`finalize`'} made it {kept[1]}."
     ]
 
