@@ -34,7 +34,8 @@ class Recipe:
         network: "lenet300", "lenet5" or "wrn-DEPTH-WIDTH".
         data: "mnist", "mnist5k", "cifar10" or "cifar100".
         init: how weights are drawn: `zoo.initialize_2018` or `zoo.initialize_2021`.
-        dropout: rate on the hidden layer of every block of a WRN.
+        dropout: rate on the hidden layer of every block of a WRN. What is dropped is drawn for the units that are left:
+            after units were taken out it is not what it would have been.
         placement: where gates go: "shrinkable", "per_layer", or "blocks" for the hidden layer of every block of a WRN,
             each gate counting what makes its map; None for the dense network, trained by the same loop.
         drop_rates: p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).
