@@ -19,7 +19,7 @@ from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
 from ellzero import costs, gates
 from ellzero.building import architecture
-from ellzero.cli import looking, main
+from ellzero.cli import looking, main, opening, running
 from ellzero.compact import compact, finalize
 from ellzero.folders import Folder
 from ellzero.gated import Gated
@@ -211,6 +211,22 @@ def test_an_unfinished_run_is_evaluated_as_its_records_are(
     assert "the run is not finished: batch-norm statistics are those of training" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ema", [0.9, 0.9999])
+def test_whoever_looks_without_the_data_sees_the_same_average(ema: float, tmp_path: Path) -> None:
+    """Noise that stands in for the data makes epochs of another length, and the average begins with one of them."""
+    r = SETTLING.override(ema=ema, recalibrate=False)
+    trainer = Trainer([r], images("cifar10"))
+    scattered(trainer)
+    for _ in range(3):
+        list(trainer.train_epoch())
+    folder = Folder.create(tmp_path / "run", [r])
+    trainer.save(folder)
+    expected = trainer.network(0).state_dict()
+    seen = opening.restored(folder).network(0).state_dict()
+    assert seen.keys() == expected.keys()
+    assert [name for name in seen if not torch.equal(seen[name], expected[name])] == []
+
+
 @pytest.mark.parametrize("steps", [3, 4, 5, 9])
 def test_a_checkpoint_around_the_event_goes_on_to_the_bit(steps: int, run: Trainer, tmp_path: Path) -> None:
     """Of two steps an epoch: before the event, the step that it follows, one after it, and one near the end."""
@@ -263,3 +279,58 @@ def test_a_layer_that_is_closed_when_the_gates_settle_is_not_lost_for_good(name:
     if closed == "all" and trainer.recipe.at_most is None:  # one of each, the last: it is the most probable
         assert set(left.values()) == {1}
         assert all(bool(gate.open()[-1]) for _, gate in network.named_gates())
+
+
+def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> None:
+    """The controller that sets itself and the target that comes down are those of a run that ends there."""
+    short, long = (
+        Trainer(
+            [get("demo").override(batch=16, epochs=n, settle_at=2, finetune_epochs=0)], images("mnist5k")
+        ).lagrangian
+        for n in (2, 200)
+    )
+    assert repr(short.dual) == repr(long.dual)
+    for step in (0.0, 1.0, 2.0, 4.0):
+        assert torch.equal(short.now(torch.tensor(step)), long.now(torch.tensor(step)))
+    assert long.now(torch.tensor(2.0)).item() == pytest.approx(0.2)  # half of the four steps
+
+
+@pytest.mark.parametrize("change", [{"samples": 3}, {"extra_gradient": True}])
+def test_gates_that_have_settled_are_not_drawn_and_so_not_more_than_once(change: dict[str, Any]) -> None:
+    trainer = Trainer([SETTLING.override(**change)], images("cifar10"))
+    calls = []
+    gated_of(trainer).model.register_forward_hook(lambda *_: calls.append(trainer.tuning))
+    for _ in range(3):
+        list(trainer.train_epoch())
+    assert calls == [False] * (4 * change.get("samples", 2)) + [True] * 2
+
+
+def test_the_command_line_says_what_was_kept_before_settling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oracle is the run that does not settle: the record of the epoch after which it would have."""
+    monkeypatch.setattr(running, "load_data", lambda *_: images("mnist5k"))
+    words = [
+        "train",
+        "demo",
+        "--batch",
+        "16",
+        "--finetune-epochs",
+        "0",
+        "--gate-lr",
+        "0.5",
+        "--device",
+        "cpu",
+        "--quiet",
+    ]
+    assert main([*words, "--epochs", "2", "--out", str(tmp_path / "learning")]) == 0
+    learned = [h for h in Folder.open(tmp_path / "learning").history() if not h["tuning"]][-1]
+    capsys.readouterr()
+    words += ["--epochs", "4", "--settle-at", "2", "--every", "3", "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    last = Folder.open(tmp_path / "run").history()[-1]
+    assert (
+        f"When the gates had learned, {100 * learned['kept']['macs']:.1f} % of macs were kept; "
+        f"settling after epoch 2 made it {100 * last['kept']['macs']:.1f} %."
+    ) in capsys.readouterr().out
+    assert learned["kept"]["macs"] != last["kept"]["macs"]

@@ -34,7 +34,8 @@ class Recipe:
         network: "lenet300", "lenet5" or "wrn-DEPTH-WIDTH".
         data: "mnist", "mnist5k", "cifar10" or "cifar100".
         init: how weights are drawn: `zoo.initialize_2018` or `zoo.initialize_2021`.
-        dropout: rate on the hidden layer of every block of a WRN.
+        dropout: rate on the hidden layer of every block of a WRN. What is dropped is drawn for the units that are left:
+            after units were taken out it is not what it would have been.
         placement: where gates go: "shrinkable", "per_layer", or "blocks" for the hidden layer of every block of a WRN,
             each gate counting what makes its map; None for the dense network, trained by the same loop.
         drop_rates: p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).
@@ -49,7 +50,8 @@ class Recipe:
         restarts: with "ascent", whether a multiplier is set to zero where its constraint holds.
         kp: the proportional gain of "nupi".
         nu: the smoothing of "nupi".
-        target_warmup: over which fraction of the epochs the target comes down from 1; 0 for at once.
+        target_warmup: over which fraction of the epochs with gates that learn the target comes down from 1; 0 for at
+            once.
         optimizer: "adam" or "sgd", for weights and gates.
         lr: learning rate of the weights.
         gate_lr: learning rate of the gates; None for that of the weights.
@@ -200,6 +202,11 @@ class Recipe:
     def settles(self) -> bool:
         """Whether the gates settle on the way."""
         return self.settle_at is not None and self.settle_at <= self.epochs
+
+    @property
+    def gate_epochs(self) -> int:
+        """Epochs with gates that learn: all, or those until they settle."""
+        return self.epochs if self.settle_at is None else min(self.settle_at, self.epochs)
 
     # ---- as plain data ----------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Trainer:
             self.parts,
             self.runs.template.dense,
             images=len(dataset.train_x),
-            steps=recipe.epochs * self.steps_per_epoch,
+            steps=recipe.gate_epochs * self.steps_per_epoch,
             device=self.device,
         )
         self._optimizer()
@@ -96,6 +96,7 @@ class Trainer:
         self.seconds = 0.0  # of training since the last record
         self.tuning = False  # whether the gates are fixed
         self.averaging = bool(self.average) and not recipe.settles  # where gates settle: from then on
+        self.images = len(dataset.train_x)  # in an epoch; those of the run, where noise stands in for them
         self.history: list[dict[str, Any]] = []
         self.closed_for = np.zeros(first.liveness.size if first is not None else 0, dtype=np.int64)  # checks in a row
         self.event: dict[str, Any] | None = None  # what shrinking did, until it is in the history
@@ -229,7 +230,8 @@ class Trainer:
                 self._move(seen, first)
                 loss, seen = self._gradient(x, y, there)
         else:
-            loss, seen = self._gradient(x, y, noise)
+            # Gates that are fixed draw nothing: further samples would be the same forward again.
+            loss, seen = self._gradient(x, y, noise[:, :1] if self.tuning else noise)
         self._move(seen, first)
         with torch.no_grad():
             self.clock += 1
@@ -386,7 +388,7 @@ class Trainer:
     def _correction(self) -> float:
         """What the average is to be divided by: it begins at zero, with the run or where the gates settle."""
         r = self.recipe
-        begins = (r.settle_at or 0) * self.steps_per_epoch if r.settles else 0
+        begins = (r.settle_at or 0) * (self.images // r.batch) if r.settles else 0
         return float(1 - (r.ema or 0) ** max(0.0, float(self.clock) - begins))
 
     @torch.no_grad()
@@ -608,7 +610,7 @@ class Trainer:
             **{name: getattr(self, name) for name in _COUNTERS},
             "records": len(self.history),
             "ranks": self.ranks,
-            "images": len(self.data.train_x),
+            "images": self.images,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -616,6 +618,7 @@ class Trainer:
         for name in _COUNTERS:
             setattr(self, name, state[name])
         self.clock.copy_(state["clock"])
+        self.images = state["images"]
         if "shrinking" in state:
             self._shrink_like(state["shrinking"])
         if state["tuning"]:
