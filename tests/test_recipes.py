@@ -95,6 +95,8 @@ def test_wide_networks_are_trained_as_published() -> None:
     penalised = get("louizos-wrn-0.002-cifar100")
     assert (penalised.penalty, penalised.ema, penalised.rule) == (0.002, 0.99, "noiseless")
     assert penalised.l2 * penalised.l2_gated_factor == pytest.approx(5e-4 / 0.7)
+    assert penalised.gate_lr == 60 * penalised.lr  # always: it falls with that of the weights
+    assert penalised.decay_gates
     for percent in (80, 70, 50, 35, 20):
         r = get(f"gallego-wrn-{percent}-cifar10")
         assert isinstance(r.at_most, dict)

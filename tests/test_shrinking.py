@@ -175,6 +175,14 @@ def test_a_shrink_of_closed_units_changes_nothing_but_rounding(case: str) -> Non
     assert architecture(network) == architecture(cast(Gated, whole.network(0)))
 
 
+def test_widths_are_rounded_where_that_pays() -> None:
+    trainer = Trainer([recipe("lenet5", shrink_multiple=None)], images("mnist5k"))
+    assert trainer._multiple == 1
+    trainer.device = torch.device("cuda")  # it is asked for nothing else
+    assert trainer._multiple == 32
+    assert Trainer([recipe("lenet5", shrink_multiple=8)], images("mnist5k"))._multiple == 8
+
+
 # ---------------------------------------------------------------- plans
 
 

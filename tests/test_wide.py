@@ -224,6 +224,41 @@ def test_the_page_of_the_run_shows_the_events(chain: Chain) -> None:
     assert f"→ {100 * second['macs']['after']:.1f} %" in text_of(page)
 
 
+def test_every_row_of_the_study_trains_in_small(tmp_path: Path) -> None:
+    """With its own objective, schedule and average: two epochs, those that settle do so after the first."""
+    whole: Study = known()["wrn-cifar10"]
+
+    def tiny(recipe: Recipe) -> Recipe:
+        changes: dict[str, Any] = {"network": "wrn-10-1", "epochs": 2, "precision": "float32"}
+        if isinstance(recipe.at_most, dict):
+            target = recipe.at_most["blocks.0.conv1"]
+            changes |= {"at_most": dict.fromkeys(SIZES, target), "settle_at": 1}
+        return recipe.override(**changes)
+
+    study = replace(whole, rows=tuple(replace(row, recipe=tiny(row.recipe)) for row in whole.rows))
+    records = reproduce.reproduce(study, images(), seeds=1, every=2, out=tmp_path / "out")
+    assert [r["row"] for r in records] == [row.label for row in whole.rows]
+    kept: dict[str, Any] = {}
+    for record in records:
+        (seed,) = record["seeds"]
+        assert seed["history"][-1]["epoch"] == 2
+        assert ("error_without" in seed["history"][-1]) == (record["recipe"]["ema"] is not None)
+        if record["row"].startswith("ε"):
+            target = record["recipe"]["at_most"]["blocks.0.conv1"]
+            sizes = {name: int(target * size + 1e-9) for name, size in SIZES.items()}
+            assert seed["architecture"] == sizes  # the whole budget, on a CPU to the unit
+            (event,) = (h["shrunk"] for h in seed["history"] if "shrunk" in h)
+            assert event["widths"] == sizes
+            kept[record["row"]] = seed["costs"]["macs"]["kept"]
+            network = l0.load(WideResNet(10, 1), tmp_path / "out" / f"{record['recipe']['name']}-seed0.safetensors")
+            assert {n: network.get_submodule(n).out_channels for n in SIZES} == sizes
+    assert kept["ε=80 %"] > kept["ε=50 %"] > kept["ε=35 %"] > kept["ε=20 %"] == kept["ε=20 %, dropped"]
+    assert study.table is not None
+    assert study.table(records, "").row_count == len(whole.rows)
+    assert study.draw is not None
+    assert all(file.stat().st_size for file in study.draw(records, tmp_path))
+
+
 def test_rows_of_different_folders_make_one_table_and_one_figure(
     chain: Chain, patched: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ from ellzero.supply import Supply
 STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
 # Steps: compilation takes about as long as what so many of them save; those of a stack save more.
 _WORTH_COMPILING = {"lenet": 50_000, "wrn": 15_000}
+_FAST_WIDTHS = 32  # of which a GPU likes multiples
 
 
 @final
@@ -321,7 +322,7 @@ class Trainer:
     def shrink(self) -> None:
         """Takes out for good the units that have been closed for long, if that is worth it; notes it as `event`."""
         r, gated = self.recipe, cast(Gated, self.runs.template.network)
-        plan = shrinking.propose(gated, self.closed_for >= r.shrink_checks, r.shrink_multiple)
+        plan = shrinking.propose(gated, self.closed_for >= r.shrink_checks, self._multiple)
         found = shrinking.event(gated, plan)
         gain = 1 - found["macs"]["after"] / found["macs"]["before"]
         self.event = {**found, "skipped": gain <= 0 or gain < r.shrink_gain}
@@ -351,12 +352,17 @@ class Trainer:
             for _, gate in gated.named_gates():
                 gate.close_(~gate.open())  # for good: what is expected is then what is kept
                 gate.open_(gate.open(), wide=True)
-        plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), r.shrink_multiple)
+        plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), self._multiple)
         before = {kind: dict(zip(COSTS, w, strict=True)) for kind, w in zip(("expected", "kept"), watched, strict=True)}
         self.event = {**shrinking.event(gated, plan), **before, "skipped": False, "settled": True}
         self.averaging = bool(self.average) and self.epoch < r.epochs  # there was another network before
         self._take_out(plan)
         self._fix()
+
+    @property
+    def _multiple(self) -> int:
+        """Of which widths are multiples after an event."""
+        return self.recipe.shrink_multiple or (_FAST_WIDTHS if self.device.type == "cuda" else 1)
 
     def _take_out(self, plan: Plan) -> None:
         gated = cast(Gated, self.runs.template.network)
