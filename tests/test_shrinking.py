@@ -183,6 +183,31 @@ def test_widths_are_rounded_where_that_pays() -> None:
     assert Trainer([recipe("lenet5", shrink_multiple=8)], images("mnist5k"))._multiple == 8
 
 
+def test_an_event_must_save_more_steps_than_compiling_takes() -> None:
+    def worth(gain: float, **changes: Any) -> bool:
+        was_compiled = changes.pop("was_compiled", None)
+        trainer = Trainer([recipe("wrn-10-1", epochs=5000, **changes)], images("cifar10"))  # of two steps each
+        trainer.compiled = trainer.compiled if was_compiled is None else was_compiled
+        return trainer._worth_it(gain)
+
+    assert worth(0.26, compile=True)  # of 10,000 steps
+    assert not worth(0.24, compile=True)
+    assert worth(0.01)  # a CPU compiles nothing
+    assert not worth(0.0)
+    assert worth(0.14, compile=False, was_compiled=True)  # it is slower as it is, by 0.13
+    assert not worth(0.12, compile=False, was_compiled=True)
+
+
+def test_an_event_that_no_step_follows_is_skipped() -> None:
+    for tuning, skipped in ((0, True), (1, False)):
+        r = recipe("wrn-10-1", placement="blocks", epochs=1, finetune_epochs=tuning)
+        trainer = Trainer([r], images("cifar10"))
+        close(gated_of(trainer), WRN)
+        list(trainer.train_epoch())
+        assert trainer.event is not None
+        assert trainer.event["skipped"] is skipped
+
+
 # ---------------------------------------------------------------- plans
 
 
@@ -378,7 +403,7 @@ def test_what_is_gone_is_not_proposed_again() -> None:
 
 
 def test_a_gate_must_be_closed_at_so_many_checks_in_a_row() -> None:
-    r = recipe("lenet300", epochs=6, shrink_at=(4, 6), shrink_checks=3, gate_lr=1e-9)
+    r = recipe("lenet300", epochs=7, shrink_at=(4, 6), shrink_checks=3, gate_lr=1e-9)
     trainer = Trainer([r], images("mnist5k"))
     gated = gated_of(trainer)
     gate: Any = gated.gates["fc1"]

@@ -34,8 +34,7 @@ class Recipe:
         network: "lenet300", "lenet5" or "wrn-DEPTH-WIDTH".
         data: "mnist", "mnist5k", "cifar10" or "cifar100".
         init: how weights are drawn: `zoo.initialize_2018` or `zoo.initialize_2021`.
-        dropout: rate on the hidden layer of every block of a WRN. What is dropped is drawn for the units that are left:
-            after units were taken out it is not what it would have been.
+        dropout: rate on the hidden layer of every block of a WRN.
         placement: where gates go: "shrinkable", "per_layer", or "blocks" for the hidden layer of every block of a WRN,
             each gate counting what makes its map; None for the dense network, trained by the same loop.
         drop_rates: p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).
@@ -77,7 +76,8 @@ class Recipe:
         shrink_checks: at how many ends of an epoch in a row the test-time gate must have been zero for that.
         shrink_multiple: widths are rounded up to a multiple of it, the most probable of these units staying; None for
             32 on a GPU, where other widths are slower, and 1 elsewhere.
-        shrink_gain: an event that takes out a smaller share of the present MACs is skipped.
+        shrink_gain: an event that takes out a smaller share of the present MACs is skipped; so is one after which too
+            few steps come to save what compiling takes.
         settle_at: epoch after which the gates settle: units are closed, or opened, until the kept cost is just within
             `at_most`; what is closed is taken out for good, the other gates are folded into the weights, which train
             on alone. None, or an epoch after `epochs`, for gates that learn to the end.

@@ -36,8 +36,8 @@ from ellzero.runs import Objective, Runs
 from ellzero.supply import Supply
 
 STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
-# Steps: compilation takes about as long as what so many of them save; those of a stack save more.
-_WORTH_COMPILING = {"lenet": 50_000, "wrn": 15_000}
+# What compilation takes, in steps, and the share of a step that it saves, seen on an H200; those of a stack save more.
+_COMPILING = {"lenet": (20_000, 0.4), "wrn": (2_500, 0.13)}
 _FAST_WIDTHS = 32  # of which a GPU likes multiples
 
 
@@ -162,13 +162,10 @@ class Trainer:
 
     def _restart(self) -> None:
         """Makes the step anew: as it is, then captured; compiled where that pays."""
-        r = self.recipe
-        worth = _WORTH_COMPILING["wrn" if r.network.startswith("wrn") else "lenet"]
-        saves = self._steps_to_come() * math.sqrt(self.runs.size)
-        long = self.device.type == "cuda" and self.ranks == 1 and saves >= worth
         self._sum: Callable[..., Any] = self._lagrange
         self._ascend: Callable[..., Any] = self.lagrangian.ascend
-        if long if r.compile is None else r.compile:
+        self.compiled = self._compiles()
+        if self.compiled:
             if self.gates:
                 with torch.no_grad():  # finds what patterns mean and remembers it: the compiler cannot trace that
                     self.runs.template.costs()
@@ -183,11 +180,25 @@ class Trainer:
         if self.device.type == "cuda" and self.ranks == 1:
             self._step = Captured(self._as_it_is)
 
-    def _steps_to_come(self) -> int:
-        """Steps until the step is made anew, or the run is at its end."""
+    def _compiles(self) -> bool:
+        """Whether a step that is made now is compiled: as the recipe says, or where that pays until it is made anew."""
         r = self.recipe
+        if r.compile is not None:
+            return r.compile
         changes = [e for e in (*r.shrink_at, r.settle_at or 0, r.epochs) if e > self.epoch]
-        return (min(changes, default=r.epochs + r.finetune_epochs) - self.epoch) * self.steps_per_epoch
+        steps = (min(changes, default=r.epochs + r.finetune_epochs) - self.epoch) * self.steps_per_epoch
+        takes, saves = self._compiling()
+        return self.device.type == "cuda" and self.ranks == 1 and saves * steps * math.sqrt(self.runs.size) >= takes
+
+    def _compiling(self) -> tuple[int, float]:
+        return _COMPILING["wrn" if self.recipe.network.startswith("wrn") else "lenet"]
+
+    def _worth_it(self, gain: float) -> bool:
+        """Whether steps that are shorter by this share, at best, save more than making the step anew costs."""
+        takes, saves = self._compiling()
+        left, compiles = self.steps_in_all - self.steps_done, self._compiles()
+        lost = saves * left if self.compiled and not compiles else 0.0  # too few are left to compile it again
+        return gain * left > lost + (takes if compiles else 0)
 
     def part(self) -> None:
         """Lets go of the other processes, if there are any: it can be looked at, and can take no further step.
@@ -325,7 +336,7 @@ class Trainer:
         plan = shrinking.propose(gated, self.closed_for >= r.shrink_checks, self._multiple)
         found = shrinking.event(gated, plan)
         gain = 1 - found["macs"]["after"] / found["macs"]["before"]
-        self.event = {**found, "skipped": gain <= 0 or gain < r.shrink_gain}
+        self.event = {**found, "skipped": gain < r.shrink_gain or not self._worth_it(gain)}
         if not self.event["skipped"]:
             self._take_out(plan)
             self._restart()
