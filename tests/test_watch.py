@@ -83,6 +83,25 @@ def test_plain_lines_are_some_seconds_apart_and_the_last_is_always_there() -> No
     assert shown == [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 100]
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"skipped": False}, "after epoch 2, shrunk from 60.0 % to 25.0 % of the dense MACs"),
+        ({"skipped": True}, "after epoch 2, not shrunk from 60.0 % to 25.0 % of the dense MACs: too little to gain"),
+        (
+            {"skipped": False, "settled": True},
+            "after epoch 2, settled and shrunk from 60.0 % to 25.0 % of the dense MACs",
+        ),
+    ],
+)
+def test_an_event_is_a_line_of_its_own(more: dict[str, Any], said: str) -> None:
+    bar, _, out = plain()
+    bar.begin([DEMO], 0, 4)
+    bar.note([record(1)])
+    bar.note([record(2, shrunk={"macs": {"before": 0.6, "after": 0.25}, **more})])  # too early for another plain line
+    assert out.getvalue().splitlines()[1:] == [f"demo, seed 0: {said}"]
+
+
 def test_a_stack_shows_means_and_the_range_of_its_multipliers() -> None:
     bar, _, out = plain()
     bar.begin([DEMO, DEMO.override(seed=1), DEMO.override(name="other")], 0, 160)

@@ -103,20 +103,25 @@ class Bar(AbstractWatcher):
             self._progress.update(self._task, completed=done, text=self._text(now))
 
     def note(self, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            if "shrunk" in record:
+                self._line(_shrunk(record))
         self._numbers = self._summary(records)
         now = self._clock()
         if self._progress is not None:
             self._progress.update(self._task, completed=self._done, text=self._text(now))
         elif self._written is None or now - self._written >= self._seconds or records[0]["epoch"] >= self._epochs:
             self._written = now
-            # Not wrapped: a line of a log is one line.
-            text = f"{self._title()}: {self._text(now)}"
-            self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+            self._line(self._text(now))
 
     def end(self) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+    def _line(self, text: str) -> None:
+        # Not wrapped: a line of a log is one line.
+        self._console.print(f"{self._title()}: {text}", soft_wrap=True, markup=False, highlight=False)
 
     def _title(self) -> str:
         names = list(dict.fromkeys(r.name for r in self._recipes))
@@ -154,6 +159,16 @@ class Bar(AbstractWatcher):
             low, high = min(multipliers), max(multipliers)
             parts.append(f"multiplier {low:.3g}" if low == high else f"multipliers {low:.3g} to {high:.3g}")
         return ", ".join(parts)
+
+
+def _shrunk(record: Mapping[str, Any]) -> str:
+    """What an event did to the network that is trained."""
+    event = record["shrunk"]
+    before, after = (f"{100 * event['macs'][when]:.1f} %" for when in ("before", "after"))
+    what = f"shrunk from {before} to {after} of the dense MACs"
+    if event["skipped"]:
+        what = f"not {what}: too little to gain"
+    return f"after epoch {record['epoch']}, {'settled and ' if event.get('settled') else ''}{what}"
 
 
 def _clock_time(seconds: float) -> str:
