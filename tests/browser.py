@@ -210,12 +210,12 @@ class Tab:
             raise BrowserError(f"{url} does not open: {answer['errorText']}")
         self.loaded(loads)
 
-    def loaded(self, before: int) -> None:
+    def loaded(self, before: int, seconds: float = PATIENCE) -> None:
         """Waits until a page is loaded, when `before` were."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + seconds
         while self._loads <= before:
             if not self.browser.listen(deadline - time.monotonic()):
-                raise BrowserError(f"the page did not load in {PATIENCE:.0f} s")
+                raise BrowserError(f"the page did not load in {seconds:.0f} s, problems: {self.problems}")
         self.settle()
 
     def settle(self) -> None:
