@@ -37,8 +37,11 @@ from ellzero.reproduce import Row, Study, new_table, with_interval
 
 DENSE = "wrn-cifar10"
 CONSTRAINED = "shrink-wrn-{}-cifar10"
-AVERAGED = {"milestones": (60,), "ema": 0.9999, "recalibrate": True}  # as the recipes that shrink have it
-DROPPED = {"milestones": (60, 120, 160), "ema": None, "recalibrate": False}
+# The paper's drops of the learning rate, and the average in their place.
+DROPPED, AVERAGED = (
+    {field: getattr(get(name), field) for field in ("milestones", "ema", "recalibrate")}
+    for name in (DENSE, CONSTRAINED.format(20))
+)
 ROWS = (
     Row("dense", get(DENSE), error="4.00"),
     Row("dense, averaged", get(DENSE).override(name="wrn-averaged-cifar10", **AVERAGED)),

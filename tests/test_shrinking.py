@@ -184,18 +184,23 @@ def test_widths_are_rounded_where_that_pays() -> None:
 
 
 def test_an_event_must_save_more_steps_than_compiling_takes() -> None:
-    def worth(gain: float, **changes: Any) -> bool:
-        was_compiled = changes.pop("was_compiled", None)
-        trainer = Trainer([recipe("wrn-10-1", epochs=5000, **changes)], images("cifar10"))  # of two steps each
-        trainer.compiled = trainer.compiled if was_compiled is None else was_compiled
+    """Epochs have two steps. On a GPU a step is compiled that is taken 2,500 / 0.13 times, or more."""
+
+    def worth(gain: float, at: int, left: int, device: str = "cpu", **changes: Any) -> bool:
+        r = recipe("wrn-10-1", epochs=at + left, shrink_at=(at,), **changes)
+        trainer = Trainer([r], images("cifar10"))
+        trainer.device, trainer.epoch = torch.device(device), at  # nothing is computed: it is taken up there
         return trainer._worth_it(gain)
 
-    assert worth(0.26, compile=True)  # of 10,000 steps
-    assert not worth(0.24, compile=True)
-    assert worth(0.01)  # a CPU compiles nothing
-    assert not worth(0.0)
-    assert worth(0.14, compile=False, was_compiled=True)  # it is slower as it is, by 0.13
-    assert not worth(0.12, compile=False, was_compiled=True)
+    assert worth(0.26, 5, 5000, compile=True)  # of 10,000 steps
+    assert not worth(0.24, 5, 5000, compile=True)
+    assert worth(0.01, 5, 5000)  # a CPU compiles nothing
+    assert not worth(0.0, 5, 5000)
+    assert worth(0.11, 5, 12_000, "cuda")  # compiled anew
+    assert not worth(0.10, 5, 12_000, "cuda")
+    assert worth(0.14, 12_000, 5000, "cuda")  # compiled before, and not again: as it is, it is slower by 0.13
+    assert not worth(0.12, 12_000, 5000, "cuda")
+    assert worth(0.01, 5, 5000, "cuda")  # never compiled
 
 
 def test_an_event_that_no_step_follows_is_skipped() -> None:

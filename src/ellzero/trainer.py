@@ -164,8 +164,7 @@ class Trainer:
         """Makes the step anew: as it is, then captured; compiled where that pays."""
         self._sum: Callable[..., Any] = self._lagrange
         self._ascend: Callable[..., Any] = self.lagrangian.ascend
-        self.compiled = self._compiles()
-        if self.compiled:
+        if self._compiles(self.epoch):
             if self.gates:
                 with torch.no_grad():  # finds what patterns mean and remembers it: the compiler cannot trace that
                     self.runs.template.costs()
@@ -180,13 +179,13 @@ class Trainer:
         if self.device.type == "cuda" and self.ranks == 1:
             self._step = Captured(self._as_it_is)
 
-    def _compiles(self) -> bool:
-        """Whether a step that is made now is compiled: as the recipe says, or where that pays until it is made anew."""
+    def _compiles(self, epoch: int) -> bool:
+        """Whether a step that is made then is compiled: as the recipe says, or if that pays until it is made anew."""
         r = self.recipe
         if r.compile is not None:
             return r.compile
-        changes = [e for e in (*r.shrink_at, r.settle_at or 0, r.epochs) if e > self.epoch]
-        steps = (min(changes, default=r.epochs + r.finetune_epochs) - self.epoch) * self.steps_per_epoch
+        changes = [e for e in (*r.shrink_at, r.settle_at or 0, r.epochs) if e > epoch]
+        steps = (min(changes, default=r.epochs + r.finetune_epochs) - epoch) * self.steps_per_epoch
         takes, saves = self._compiling()
         return self.device.type == "cuda" and self.ranks == 1 and saves * steps * math.sqrt(self.runs.size) >= takes
 
@@ -194,10 +193,15 @@ class Trainer:
         return _COMPILING["wrn" if self.recipe.network.startswith("wrn") else "lenet"]
 
     def _worth_it(self, gain: float) -> bool:
-        """Whether steps that are shorter by this share, at best, save more than making the step anew costs."""
+        """Whether steps that are shorter by this share, at best, save more than making the step anew costs.
+
+        A function of the recipe and the epoch: a run that was stopped and is not compiled again must decide alike.
+        """
         takes, saves = self._compiling()
-        left, compiles = self.steps_in_all - self.steps_done, self._compiles()
-        lost = saves * left if self.compiled and not compiles else 0.0  # too few are left to compile it again
+        left = self.steps_in_all - self.steps_done
+        before = max((e for e in self.recipe.shrink_at if e < self.epoch), default=0)
+        was_compiled, compiles = self._compiles(before), self._compiles(self.epoch)
+        lost = saves * left if was_compiled and not compiles else 0.0  # too few are left to compile it again
         return gain * left > lost + (takes if compiles else 0)
 
     def part(self) -> None:
@@ -242,7 +246,7 @@ class Trainer:
                 self._move(seen, first)
                 loss, seen = self._gradient(x, y, there)
         else:
-            # Gates that are fixed draw nothing: further samples would be the same forward again.
+            # Gates that are fixed draw nothing, so there is nothing to draw `samples` times.
             loss, seen = self._gradient(x, y, noise[:, :1] if self.tuning else noise)
         self._move(seen, first)
         with torch.no_grad():
@@ -349,9 +353,7 @@ class Trainer:
         be error for nothing, and so would noise in a network that is small already. Notes it as `event`.
         """
         r, gated = self.recipe, cast(Gated, self.runs.template.network)
-        watched = self.runs.evaluate("watched", values=self.values())[
-            0
-        ].tolist()  # the last that the gates have learned
+        watched = self.runs.evaluate("watched", values=self.values())[0].tolist()  # all that the gates have learned
         if r.at_most is None:
             revive(gated)
         else:
