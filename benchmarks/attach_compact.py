@@ -13,7 +13,7 @@ import torch
 from provenance import write
 
 import ellzero as l0
-from ellzero.zoo import WideResNet
+from ellzero.experiments.networks import WideResNet
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from itertools import chain, repeat
 
 import torch
 
-from ellzero.trainer import Trainer
+from ellzero.experiments.train.trainer import Trainer
 
 
 def steps(trainer: Trainer) -> Iterator[torch.Tensor]:

@@ -16,9 +16,9 @@ import torch
 from comparing import compared, steps, timed
 from provenance import write
 
-from ellzero.data import Dataset, load
-from ellzero.recipes import Recipe, get
-from ellzero.trainer import Trainer
+from ellzero.experiments.data import Dataset, load
+from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.train.trainer import Trainer
 
 DENSE = {"placement": None, "at_most": None}
 

@@ -23,10 +23,10 @@ import torch
 from comparing import compared, steps, timed
 from provenance import write
 
-from ellzero.data import Dataset, stand_in
-from ellzero.gated import Gated
-from ellzero.recipes import Recipe, get
-from ellzero.trainer import Trainer
+from ellzero.experiments.data import Dataset, stand_in
+from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.train.trainer import Trainer
+from ellzero.gated.module import Gated
 
 FIRST = 5  # steps that compile and capture
 SHARES = {"gated": 1.0, "shrunk to 35 %": 0.35, "shrunk to 20 %": 0.2}

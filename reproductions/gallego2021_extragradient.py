@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.table import Table
 
-from ellzero.recipes import get
-from ellzero.reproduce import Row, Study, new_table, took, with_interval
+from ellzero.experiments.recipes import get
+from ellzero.experiments.reproduce import Row, Study, new_table, took, with_interval
 
 PAIRS = (("MLP, ε=33 %", get("gallego-mlp")), ("LeNet-5, ε=10 %", get("gallego-lenet5")))
 ROWS = tuple(

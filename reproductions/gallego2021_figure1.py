@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ellzero.figures import BLUE, INK, VERMILION, curves, grid, legend, save
-from ellzero.recipes import get
-from ellzero.reproduce import Row, Study, by_epoch
+from ellzero.experiments.figures import BLUE, INK, VERMILION, curves, grid, legend, save
+from ellzero.experiments.recipes import get
+from ellzero.experiments.reproduce import Row, Study, by_epoch
 
 TARGET = get("gallego-mlp")
 ROWS = (

@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ellzero.figures import BLUE, INK, VERMILION, grid, save
-from ellzero.recipes import get
-from ellzero.reproduce import Row, Study, interval, new_table, took, with_interval
+from ellzero.experiments.figures import BLUE, INK, VERMILION, grid, save
+from ellzero.experiments.recipes import get
+from ellzero.experiments.reproduce import Row, Study, interval, new_table, took, with_interval
 
 EPOCHS = 100
 TARGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8)

@@ -7,8 +7,8 @@ by 1 − p: the first loss of LeNet-5 is about 100 then, and about 2.3 with the 
 from Table 1, to see what of its errors is due to it.
 """
 
-from ellzero.recipes import get
-from ellzero.reproduce import Row, Study
+from ellzero.experiments.recipes import get
+from ellzero.experiments.reproduce import Row, Study
 
 PUBLISHED = {
     "gallego-mlp": ("MLP, ε=33 %", "198-233-100", "1.4 | 1.69±0.11"),

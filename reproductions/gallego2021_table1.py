@@ -7,8 +7,8 @@ averaging, standardised pixels, test-time gates by the median. Published errors:
 epochs over five runs.
 """
 
-from ellzero.recipes import get
-from ellzero.reproduce import Row, Study
+from ellzero.experiments.recipes import get
+from ellzero.experiments.reproduce import Row, Study
 
 STUDY = Study(
     name="gallego2021-table1",

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import ellzero as l0
-from ellzero import zoo
-from ellzero.figures import BLUE, GREY, INK, VERMILION, curves, grid, legend, save
-from ellzero.recipes import Recipe, get
-from ellzero.reproduce import Row, Study, by_epoch
+from ellzero.experiments import networks as zoo
+from ellzero.experiments.figures import BLUE, GREY, INK, VERMILION, curves, grid, legend, save
+from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.reproduce import Row, Study, by_epoch
 
 ROWS = (
     Row("MLP, λ=0.1/N", get("louizos-mlp"), "219-214-100", "1.4"),

@@ -8,8 +8,8 @@ work reported the best during training: both are printed. The λs of "λ sep." a
 LeNet-5 ([10, 0.5, 0.1, 10]/N); the MLP's are published nowhere and are ours.
 """
 
-from ellzero.recipes import get
-from ellzero.reproduce import Row, Study
+from ellzero.experiments.recipes import get
+from ellzero.experiments.reproduce import Row, Study
 
 STUDY = Study(
     name="louizos2018-table1",

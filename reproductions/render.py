@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ellzero.reproduce import Record, find, markdown, new_table, stored, studies
+from ellzero.experiments.reproduce import Record, find, markdown, new_table, stored, studies
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reproduction.md"

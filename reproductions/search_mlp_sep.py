@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from ellzero.data import load
-from ellzero.recipes import get
-from ellzero.training import train
+from ellzero.experiments.data import load
+from ellzero.experiments.recipes import get
+from ellzero.experiments.train.loop import train
 
 
 def main() -> None:

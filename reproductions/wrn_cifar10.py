@@ -30,10 +30,10 @@ from typing import Any
 
 from rich.table import Table
 
-from ellzero.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, grid, legend, save
-from ellzero.folders import pace
-from ellzero.recipes import get
-from ellzero.reproduce import Row, Study, new_table, with_interval
+from ellzero.experiments.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, grid, legend, save
+from ellzero.experiments.recipes import get
+from ellzero.experiments.reproduce import Row, Study, new_table, with_interval
+from ellzero.experiments.store.folders import pace
 
 DENSE = "wrn-cifar10"
 CONSTRAINED = "shrink-wrn-{}-cifar10"

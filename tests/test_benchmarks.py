@@ -9,9 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from scripts import loaded
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+from support import ROOT
+from support.scripts import loaded
+
+FOLDER = ROOT / "benchmarks"
 
 
 @pytest.fixture

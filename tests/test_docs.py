@@ -1,12 +1,10 @@
 """What the pages say is what was measured."""
 
 import json
-from pathlib import Path
 from types import ModuleType
 
-from scripts import loaded
-
-ROOT = Path(__file__).parent.parent
+from support import ROOT
+from support.scripts import loaded
 
 
 def renderer() -> ModuleType:

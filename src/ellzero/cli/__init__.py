@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from tyro.conf import FlagCreatePairsOff
 
-from ellzero import parallel
 from ellzero.cli import app, looking, method, models, reporting, running, studies, sweeping
 from ellzero.cli.app import INTERRUPTED, CommandError
-from ellzero.saving import installed_version
+from ellzero.experiments.train import processes as parallel
+from ellzero.out.saving import installed_version
 
 COMMANDS = (running, looking, reporting, models, studies, sweeping, method)  # the modules that hold the commands
 SHELLS = ("bash", "zsh", "fish")

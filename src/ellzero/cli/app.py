@@ -20,14 +20,14 @@ import torch
 from rich.console import Console
 from tyro.extras import SubcommandApp
 
-from ellzero.checkpoint import CheckpointError
-from ellzero.compact import CompactionError
-from ellzero.data import DataError
-from ellzero.folders import FolderError
-from ellzero.removal import ClosedAxisError
-from ellzero.report import render
-from ellzero.trainer import DivergedError
-from ellzero.training import Stopped
+from ellzero.experiments.data import DataError
+from ellzero.experiments.store.checkpoint import CheckpointError
+from ellzero.experiments.store.folders import FolderError
+from ellzero.experiments.train.loop import Stopped
+from ellzero.experiments.train.trainer import DivergedError
+from ellzero.graph.plan import ClosedAxisError
+from ellzero.out.compaction import CompactionError
+from ellzero.out.reporting import render
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.cli.app import FAILED, CommandError, foreseen, quiet
-from ellzero.saving import load, save
+from ellzero.out.saving import load, save
 
 Check = Callable[[Tensor], Tensor]
 

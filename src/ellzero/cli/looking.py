@@ -16,8 +16,6 @@ from rich.table import Table
 from torch import nn
 from tyro.conf import Positional, arg
 
-from ellzero import costs, data
-from ellzero.building import network as dense_network
 from ellzero.cli.app import CommandError, app, say, show, show_json, warn
 from ellzero.cli.exporting import export, refuse
 from ellzero.cli.opening import (
@@ -33,10 +31,13 @@ from ellzero.cli.opening import (
     small_network,
 )
 from ellzero.cli.running import COMPACT
-from ellzero.gated import Gated
-from ellzero.lagrangian import COSTS
-from ellzero.recipes import RECIPES, Recipe
-from ellzero.trainer import Trainer
+from ellzero.experiments import data
+from ellzero.experiments.recipes import RECIPES, Recipe
+from ellzero.experiments.train.building import network as dense_network
+from ellzero.experiments.train.lagrangian import COSTS
+from ellzero.experiments.train.trainer import Trainer
+from ellzero.gated.module import Gated
+from ellzero.objectives import costs
 
 Run = Annotated[str, Positional, arg(metavar="RUN")]
 Index = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]

@@ -21,10 +21,10 @@ from rich.text import Text
 from torch import Tensor, nn
 from tyro.conf import Positional, UseAppendAction, arg
 
-from ellzero.axes import Axis, Graph, Role
 from ellzero.cli.app import FAILED, CommandError, app, few, quiet, said, show, show_json
-from ellzero.trace import TraceError, as_inputs, trace
-from ellzero.trial import proven
+from ellzero.graph.axes import Axis, Graph, Role
+from ellzero.graph.rehearsal import proven
+from ellzero.graph.tracing import TraceError, as_inputs, trace
 
 DTYPES = {
     "float": torch.float32,

@@ -15,15 +15,17 @@ import torch
 from torch import nn
 from tyro.conf import arg
 
-from ellzero import checkpoint, data, parallel, recipes
 from ellzero.cli.app import FAILED, CommandError, foreseen
-from ellzero.compact import compact
-from ellzero.data import Dataset, scaled
-from ellzero.folders import Folder
-from ellzero.gated import Gated
-from ellzero.recipes import Recipe
-from ellzero.trainer import Trainer
-from ellzero.training import restore
+from ellzero.experiments import data, recipes
+from ellzero.experiments.data import Dataset, scaled
+from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.store import checkpoint
+from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.train import processes as parallel
+from ellzero.experiments.train.loop import restore
+from ellzero.experiments.train.trainer import Trainer
+from ellzero.gated.module import Gated
+from ellzero.out.compaction import compact
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -238,7 +240,7 @@ def loading(recipe: Recipe, file: Path) -> list[str]:
     facts = data.KNOWN[recipe.data]
     scale = "" if recipe.scaling == "unit" else f", {facts.mean}, {facts.std}"
     return [
-        "import ellzero, ellzero.data, ellzero.zoo",
-        f"net = ellzero.load(ellzero.zoo.{made}, {json.dumps(file.as_posix())}).eval()",
-        f"logits = net(ellzero.data.scaled(images{scale}))  # of bytes, (N, C, H, W)",
+        "import ellzero, ellzero.data, ellzero.experiments.networks",
+        f"net = ellzero.load(ellzero.experiments.networks.{made}, {json.dumps(file.as_posix())}).eval()",
+        f"logits = net(ellzero.experiments.data.scaled(images{scale}))  # of bytes, (N, C, H, W)",
     ]

@@ -17,10 +17,10 @@ from tyro.conf import Positional, arg
 from ellzero import page
 from ellzero.cli.app import FAILED, CommandError, app, foreseen, say, show
 from ellzero.cli.opening import choose, open_run, restored
-from ellzero.figures import PlotsMissingError, can_draw
-from ellzero.folders import Folder
-from ellzero.gated import Gated
-from ellzero.report import report as make_report
+from ellzero.experiments.figures import PlotsMissingError, can_draw
+from ellzero.experiments.store.folders import Folder
+from ellzero.gated.module import Gated
+from ellzero.out.reporting import report as make_report
 
 Index = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
 

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from ellzero import page, parallel
-from ellzero.checkpoint import steps
+from ellzero import page
 from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json, warn
 from ellzero.cli.opening import (
     Device,
@@ -33,16 +32,18 @@ from ellzero.cli.opening import (
     override,
     small_network,
 )
-from ellzero.data import Dataset
-from ellzero.folders import Folder, FolderError, provenance
-from ellzero.gated import Gated
-from ellzero.recipes import Recipe
-from ellzero.report import report
-from ellzero.saving import save
-from ellzero.trainer import DivergedError
-from ellzero.training import Stopped
-from ellzero.training import train as run_training
-from ellzero.watch import AbstractWatcher, Bar, TensorBoard
+from ellzero.experiments.data import Dataset
+from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.store.checkpoint import steps
+from ellzero.experiments.store.folders import Folder, FolderError, provenance
+from ellzero.experiments.train import processes as parallel
+from ellzero.experiments.train.loop import Stopped
+from ellzero.experiments.train.loop import train as run_training
+from ellzero.experiments.train.trainer import DivergedError
+from ellzero.experiments.train.watching import AbstractWatcher, Bar, TensorBoard
+from ellzero.gated.module import Gated
+from ellzero.out.reporting import report
+from ellzero.out.saving import save
 
 COMPACT, _BOARD = "compact.safetensors", "tensorboard"
 

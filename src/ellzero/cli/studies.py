@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from ellzero import reproduce as making
 from ellzero.cli.app import FAILED, CommandError, app, foreseen, resumable, say, show, show_json, tell
 from ellzero.cli.opening import Device, find_device, load_data, refuse_several
-from ellzero.figures import PlotsMissingError, can_draw
-from ellzero.report import render
-from ellzero.reproduce import AT_ONCE, Record, Study, StudyError
-from ellzero.watch import AbstractWatcher, Bar
+from ellzero.experiments import reproduce as making
+from ellzero.experiments.figures import PlotsMissingError, can_draw
+from ellzero.experiments.reproduce import AT_ONCE, Record, Study, StudyError
+from ellzero.experiments.train.watching import AbstractWatcher, Bar
+from ellzero.out.reporting import render
 
 WIDTH = 190  # of a table that goes to a file: one line for each row
 

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from ellzero import sweep as sweeping
 from ellzero.cli.app import CommandError, app, foreseen, resumable, say, show, show_json, tell
 from ellzero.cli.opening import Device, Fields, find_device, find_recipe, load_data, refuse_several
-from ellzero.data import Dataset
-from ellzero.figures import PlotsMissingError, can_draw
-from ellzero.report import render
-from ellzero.sweep import Record, Sweep, SweepError
-from ellzero.watch import AbstractWatcher, Bar
+from ellzero.experiments import sweep as sweeping
+from ellzero.experiments.data import Dataset
+from ellzero.experiments.figures import PlotsMissingError, can_draw
+from ellzero.experiments.sweep import Record, Sweep, SweepError
+from ellzero.experiments.train.watching import AbstractWatcher, Bar
+from ellzero.out.reporting import render
 
 WIDTH = 172  # of a table that goes to a file
 

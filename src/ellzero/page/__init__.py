@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ellzero import figures
-from ellzero.folders import Folder, FolderError
+from ellzero.experiments import figures
+from ellzero.experiments.store.folders import Folder, FolderError
 from ellzero.page.charts import PageMissingError, can_make
 from ellzero.page.facts import Look, look, measure_run
 from ellzero.page.method import method_page

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ellzero.saving import installed_version
+from ellzero.out.saving import installed_version
 
 # Names that may stand for a colour in traces and layouts: "@blue". Okabe & Ito's, told apart by colour-blind readers
 # too; in the dark the same hues, lighter.

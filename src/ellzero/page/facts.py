@@ -23,17 +23,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ellzero import checkpoint, costs, data
-from ellzero.compact import CompactionError, compact
-from ellzero.distributions import HardConcrete
-from ellzero.folders import Folder, FolderError
-from ellzero.gated import Gated
-from ellzero.gates import HardConcreteGate, NoExpectation
-from ellzero.lagrangian import targets
-from ellzero.recipes import Recipe
-from ellzero.removal import ClosedAxisError
-from ellzero.report import Report, report
-from ellzero.training import restore
+from ellzero.experiments import data
+from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.store import checkpoint
+from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.train.lagrangian import targets
+from ellzero.experiments.train.loop import restore
+from ellzero.gated.module import Gated
+from ellzero.gates.abstract import NoExpectation
+from ellzero.gates.distributions import HardConcrete
+from ellzero.gates.hard_concrete import HardConcreteGate
+from ellzero.graph.plan import ClosedAxisError
+from ellzero.objectives import costs
+from ellzero.out.compaction import CompactionError, compact
+from ellzero.out.reporting import Report, report
 
 Array = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.uint8]
@@ -153,7 +156,7 @@ def look(
         steps_per_epoch: of this training, if known.
 
     Example:
-        >>> from ellzero.gated import attach
+        >>> from ellzero.gated.attaching import attach
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> [(c.name, c.dense, c.kept) for c in look(attach(net, torch.zeros(1, 4))).columns]
         [('0.input', 4, 4), ('0', 3, 3), ('2', 2, 2)]

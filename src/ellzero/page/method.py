@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ellzero.distributions import BinaryConcrete, HardConcrete
+from ellzero.gates.distributions import BinaryConcrete, HardConcrete
 from ellzero.page.charts import SERIES, Chart, render
 
 LOG_ALPHA, BETA, GAMMA, ZETA = 0.0, 0.5, -0.1, 1.1  # of Figure 2a

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ellzero import figures
-from ellzero.folders import Folder
+from ellzero.experiments import figures
+from ellzero.experiments.store.folders import Folder
 from ellzero.page import progress
 from ellzero.page.charts import (
     EXPECTED,

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, final
 from urllib.parse import quote
 
-from ellzero import figures, sweep
-from ellzero.folders import Folder, FolderError
+from ellzero.experiments import figures, sweep
+from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.reproduce import interval
+from ellzero.experiments.store.folders import Folder, FolderError
 from ellzero.page.charts import SERIES, Chart, render, script_json
-from ellzero.recipes import Recipe
-from ellzero.reproduce import interval
 
 Cost = Literal["params", "macs", "l0_norm"]
 PAGE, IN_A_STACK = "page.html", "page-{}.html"  # of a run, in its folder
@@ -331,7 +331,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     """Runs by their recipes, the seed left out, in the order of their first ones.
 
     Example:
-        >>> from ellzero.recipes import get
+        >>> from ellzero.experiments.recipes import get
         >>> ones = dict.fromkeys(COSTS, 1.0)
         >>> def run(recipe, error):
         ...     return Run(recipe, "a", Path("a"), {"error_last": error, "error_best": error}, ones, ones, {}, {})

@@ -14,8 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, final
 from urllib.parse import parse_qs, urlsplit
 
-from ellzero import checkpoint
-from ellzero.folders import Folder, FolderError
+from ellzero.experiments.store import checkpoint
+from ellzero.experiments.store.folders import Folder, FolderError
 from ellzero.page.facts import LATENCY, Look, look_at
 from ellzero.page.run import run_content, run_page
 

@@ -1,0 +1,416 @@
+"""Checkpoints: a run's state in a folder, of which a crash at any moment leaves the newest complete one readable.
+
+A checkpoint is one safetensors file, `step-….safetensors`: the tensors of the state, and in the header, as JSON, the
+containers and numbers around them, the recipe, and a SHA-256 of it all. There is no pickle and no code in it, and any
+tool that reads safetensors can open it. A file gets its name when it is on the disk to the last byte. One process
+writes to a folder at a time. What the state means is the business of `training`; here it is tensors and plain data.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, final
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from ellzero.out.saving import installed_version
+
+FORMAT, FORMAT_VERSION = "ellzero.experiments.store.checkpoint", 1
+_CHUNK = 1 << 24  # bytes written at a time
+
+
+@final
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read, or is not this run's; the message says what to do about it."""
+
+
+@final
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load` found.
+
+    Args:
+        path: the file.
+        step: of the run, as given to `save`.
+        state: as given to `save`, with its tensors on the CPU.
+        messages: a sentence for each newer file that could not be read; tell the user.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    messages: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(
+    folder: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    step: int,
+    recipe_digest: str | None = None,
+    recipe: Any = None,
+    keep: int = 2,
+) -> Path:
+    """Writes a checkpoint, all or nothing, and removes all but the last `keep`.
+
+    The bytes go to a temporary file in the same folder, are synchronised with the disk, and only then get the
+    checkpoint's name; the folder is synchronised before an older checkpoint is removed. Temporary files of writes that
+    were killed are removed first.
+
+    Args:
+        folder: where to; made if it does not exist.
+        state: nested dictionaries (keys: str, int, None), lists and tuples of tensors, str, int, float, bool and None.
+        step: number of the checkpoint; the highest is the newest. One with the same number is replaced.
+        recipe_digest: says which recipe the state belongs to; `load` refuses another.
+        recipe: the recipe as plain data (`Recipe.to_dict()`, or a list of them), to say then in what they differ.
+        keep: how many checkpoints remain, this one included.
+
+    Returns:
+        The file.
+
+    Raises:
+        TypeError: `state` holds something else; nothing is written.
+        ValueError: `step` or `keep` do not make sense.
+        CheckpointError: the folder cannot be written to, or the disk is full. Older checkpoints are still there.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for step in range(5):
+        ...         path = save(folder, {"w": torch.ones(2) * step, "lr": 0.1}, step=step, keep=2)
+        ...     path.name, steps(folder), load(folder).state
+        ('step-000000004.safetensors', [3, 4], {'w': tensor([4., 4.]), 'lr': 0.1})
+    """
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
+    data = _encode(state, step, recipe_digest, recipe)
+    home = Path(folder)
+    target = home / f"step-{step:09d}.safetensors"
+    unfinished = home / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        for leftover in home.glob(".step-*.tmp"):  # first, because the disk may be full of them
+            leftover.unlink(missing_ok=True)
+        try:
+            _write(unfinished, data)
+            os.replace(unfinished, target)
+        except BaseException:  # an interrupt too
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
+        _synchronise(home)
+        older = [number for number in steps(home) if number < step]
+        for number in older[: max(0, len(older) + 1 - keep)]:
+            _file(home, number).unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(_why_not_written(error, home, len(data))) from error
+    return target
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(handle, view[:_CHUNK]) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _synchronise(folder: Path) -> None:
+    """Makes a new name in a folder survive a power cut."""
+    if os.name == "nt":  # has no way to; and none is needed
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _why_not_written(error: OSError, folder: Path, size: int) -> str:
+    try:
+        found = steps(folder)
+    except OSError:
+        found = []
+    kept = f"the checkpoint of step {found[-1]} is still there" if found else "there is no older one"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk of {str(folder)!r} is full: a checkpoint needs {size / 1e6:.1f} MB; {kept}"
+    return f"`folder` must be one that can be written to, got {str(folder)!r}: {error.strerror or error}; {kept}"
+
+
+# ---------------------------------------------------------------- reading
+
+
+def steps(folder: str | os.PathLike[str]) -> list[int]:
+    """The numbers of the checkpoints in a folder, rising, read or not; none where there is no folder."""
+    home = Path(folder)
+    names = [path.name for path in home.iterdir()] if home.is_dir() else []
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,})\.safetensors", name)))
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint in a folder that is complete and undamaged, or None."""
+    for step in reversed(steps(folder)):
+        with suppress(_DamagedError):
+            _read(_file(folder, step))
+            return _file(folder, step)
+    return None
+
+
+def load(path: str | os.PathLike[str], recipe_digest: str | None = None, recipe: Any = None) -> Checkpoint:
+    """Reads the newest checkpoint of a folder that is complete and undamaged; or one file.
+
+    Args:
+        path: the folder, or one file in it.
+        recipe_digest: of the run that is to go on; None for any.
+        recipe: its recipe as plain data, to say in what it differs.
+
+    Returns:
+        The checkpoint. Where newer files are damaged, its `messages` say so.
+
+    Raises:
+        CheckpointError: there is none, none can be read, or it is of another recipe or of another format.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = save(folder, {"w": torch.ones(2)}, step=1)
+        ...     newest = save(folder, {"w": torch.ones(2)}, step=2)
+        ...     _ = newest.write_bytes(newest.read_bytes()[:-1])
+        ...     found = load(folder)
+        >>> found.step, found.messages
+        (1, ('step-000000002.safetensors is damaged (...) and is passed over for step-000000001.safetensors',))
+    """
+    source = Path(path)
+    candidates = [_file(source, step) for step in reversed(steps(source))] if source.is_dir() else [source]
+    if not candidates or not candidates[0].exists():
+        raise CheckpointError(f"`path` must be a checkpoint or a folder with one, and there is none at {str(source)!r}")
+    damages: list[str] = []
+    for candidate in candidates:
+        try:
+            header, state = _read(candidate)
+        except _DamagedError as damage:
+            damages.append(f"{candidate.name} is damaged ({damage})")
+            continue
+        if recipe_digest is not None and header["recipe_digest"] != recipe_digest:
+            _refuse_recipe(candidate, header["recipe"], recipe)
+        messages = (f"{damage} and is passed over for {candidate.name}" for damage in damages)
+        return Checkpoint(candidate, header["step"], state, tuple(messages))
+    raise CheckpointError(f"no checkpoint in {str(source)!r} can be read: {'; '.join(damages)}")
+
+
+def _file(folder: str | os.PathLike[str], step: int) -> Path:
+    return Path(folder) / f"step-{step:09d}.safetensors"
+
+
+def _refuse_recipe(path: Path, theirs: Any, ours: Any) -> NoReturn:
+    if theirs is None or ours is None:
+        where = "it does not say in what it differs"
+    else:
+        there, here = dict(_leaves(_alone(theirs))), dict(_leaves(_alone(json.loads(json.dumps(ours)))))
+        names = [n for n in {**here, **there} if here.get(n, _NOTHING) != there.get(n, _NOTHING) and not _is_name(n)]
+        where = "; ".join(f"`{n}` is {there.get(n, _NOTHING)} there and {here.get(n, _NOTHING)} here" for n in names)
+    raise CheckpointError(
+        f"{str(path)!r} is a checkpoint of another recipe: {where or 'the same fields in another order'}. "
+        f"Resume with its own recipe, or train in another folder"
+    )
+
+
+def _is_name(leaf: str) -> bool:
+    """Whether it is the name of a recipe, which is not part of its digest."""
+    return leaf.rpartition(".")[2] == "name"
+
+
+def _alone(recipe: Any) -> Any:
+    """The recipe of a stack of one, whose number says nothing."""
+    return recipe[0] if isinstance(recipe, list) and len(recipe) == 1 else recipe
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The numbers, words and lists of them in plain data by the way to them: `at_most.fc1`, `0.lr`."""
+    stack = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+    if stack or (isinstance(value, Mapping) and value):
+        for key, item in enumerate(value) if stack else value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, json.dumps(value)
+
+
+_NOTHING = "absent"
+
+
+# ---------------------------------------------------------------- the file
+
+
+class _DamagedError(Exception):
+    """A file is cut off, changed or unreadable; an older one may do."""
+
+
+def _encode(state: Mapping[str, Any], step: int, recipe_digest: str | None, recipe: Any) -> bytes:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"`state` must be a dictionary, got {type(state).__name__}")
+    tensors: dict[str, Tensor] = {}
+    tree = _flatten(state, "state", tensors)
+    header = json.dumps({"step": step, "recipe_digest": recipe_digest, "recipe": recipe, "state": tree})
+    metadata = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "ellzero": installed_version(),
+        "torch": torch.__version__,
+        "header": header,
+        "sha256": _checksum(header, tensors),
+    }
+    return serialize(tensors, metadata)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Header and state of a file, proven to be what was written."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            version = metadata.get("format_version")
+            if metadata.get("format") == FORMAT and version != str(FORMAT_VERSION) and str(version).isdecimal():
+                raise CheckpointError(
+                    f"{str(path)!r} has version {version} of the format, written by ellzero {metadata.get('ellzero')}, "
+                    f"and this one reads version {FORMAT_VERSION}"
+                )
+            # Copies: what comes out of the file is a view of it, and would go with it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+        if metadata.get("format") != FORMAT:
+            raise _DamagedError(f"its header says format {metadata.get('format')!r}, not {FORMAT!r}")
+        if _checksum(metadata["header"], tensors) != metadata["sha256"]:
+            raise _DamagedError("its checksum is wrong")
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise _DamagedError(str(error)) from error
+    header = json.loads(metadata["header"])
+    return header, _unflatten(header["state"], tensors)
+
+
+def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(header.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# JSON knows no tuples, no tensors and no keys but strings: dictionaries are stored as {"dict": [[key, value], ...]},
+# tuples as {"tuple": [...]}, tensors as {"tensor": name}. Floats survive: Python writes as many digits as it takes.
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    match value:
+        case Tensor():
+            if value.layout != torch.strided or value.is_meta:
+                raise TypeError(
+                    f"`{path}` must be a plain dense tensor, got one that is {value.layout} on {value.device}"
+                )
+            name = f"{len(tensors)}:{path.removeprefix('state.')}"  # numbered, because a key may have dots in it
+            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": name}
+        case Mapping():
+            for key in value:
+                if type(key) not in (str, int, type(None)):
+                    raise TypeError(f"`{path}` must have keys of str, int or None, got {key!r}")
+            return {"dict": [[key, _flatten(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
+        case tuple():
+            return {"tuple": [_flatten(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]}
+        case list():
+            return [_flatten(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+        case None | bool() | int() | float() | str():
+            return value
+    raise TypeError(f"`{path}` must be a tensor or plain data, got {type(value).__name__}")
+
+
+def _unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    match tree:
+        case {"tensor": name}:
+            return tensors[name]
+        case {"dict": items}:
+            return {key: _unflatten(item, tensors) for key, item in items}
+        case {"tuple": items}:
+            return tuple(_unflatten(item, tensors) for item in items)
+        case list():
+            return [_unflatten(item, tensors) for item in tree]
+    return tree
+
+
+# ---------------------------------------------------------------- random generators
+
+
+def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The state of every global random generator: Python's, numpy's, torch's on the CPU and, on a GPU, that one's.
+
+    Args:
+        device: where the run is.
+
+    Returns:
+        Tensors and plain data, for `save`.
+
+    Example:
+        >>> before = random_state()
+        >>> drawn = random.random(), torch.rand(3)
+        >>> set_random_state(before)
+        >>> random.random() == drawn[0], torch.equal(torch.rand(3), drawn[1])
+        (True, True)
+    """
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (the global one is meant)
+    state: dict[str, Any] = {
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.device(device).type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+    """Puts every global random generator back where it was.
+
+    Args:
+        state: from `random_state`.
+        device: where the run is.
+
+    Raises:
+        ValueError: the state was taken on the other kind of device; nothing is changed.
+    """
+    cuda = torch.device(device).type == "cuda"
+    if cuda != ("cuda" in state):
+        there, here = ("a GPU", "the CPU") if "cuda" in state else ("the CPU", "a GPU")
+        raise ValueError(f"`state` must be of the kind of device that the run is on, got one of {there} for {here}")
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if cuda:
+        torch.cuda.set_rng_state(state["cuda"], device)

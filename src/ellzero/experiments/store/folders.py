@@ -1,0 +1,425 @@
+"""Run folders: where a run on disk has its recipes, its history, its checkpoints and its results.
+
+    run.json            the recipes, and what is needed to repeat the run
+    history.jsonl       one line of JSON per run and evaluated epoch
+    checkpoints/        those of `checkpoint`
+    results.json        one entry per recipe, when the run is finished
+    compact.safetensors the compact network, which `ellzero train` puts there
+
+A folder holds one run, or a stack of runs that were trained together. Files appear when they are complete. What the
+records and results mean is the business of `training`; here they are plain data.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+
+from ellzero.experiments.recipes import Recipe
+from ellzero.out.saving import installed_version
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT, FORMAT_VERSION = "ellzero.run", 1
+_RUN, _HISTORY, _CHECKPOINTS, _RESULTS = "run.json", "history.jsonl", "checkpoints", "results.json"
+
+
+@final
+class FolderError(Exception):
+    """A folder is no run, is damaged, or cannot be written to; the message says which."""
+
+
+@final
+class Folder:
+    """A run on disk, or a stack of runs that are trained together. Made by `create` and by `open`.
+
+    Args:
+        path: the folder.
+        recipes: one for each run.
+        about: what is needed to repeat the run, as `provenance` gives it.
+
+    Example:
+        >>> import tempfile
+        >>> from ellzero.experiments.recipes import get
+        >>> with tempfile.TemporaryDirectory() as home:
+        ...     folder = Folder.create(Path(home, "demo"), [get("demo")])
+        ...     folder.log([{"epoch": 1, "error": 5.0}, {"epoch": 2, "error": math.nan}])
+        ...     Folder.open(folder.path).history()
+        [{'epoch': 1, 'error': 5.0}, {'epoch': 2, 'error': None}]
+    """
+
+    def __init__(self, path: Path, recipes: list[Recipe], about: dict[str, Any]) -> None:
+        self.path, self.recipes, self.about = path, recipes, about
+        self._ends_in_a_record = False  # unknown: another process may have been killed while it wrote
+
+    @classmethod
+    def create(
+        cls, path: str | os.PathLike[str], recipes: Sequence[Recipe], about: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Makes the folder of a new run; what else lies in it is left alone.
+
+        Args:
+            path: the folder; it and those above it are made where they do not exist.
+            recipes: one for each run.
+            about: what is needed to repeat the run, as plain data.
+
+        Raises:
+            ValueError: there are no recipes.
+            FolderError: it holds a run already, or cannot be written to.
+        """
+        home = Path(path)
+        if not recipes:
+            raise ValueError("`recipes` must be at least one recipe, got none")
+        if home.exists() and not home.is_dir():
+            raise FolderError(f"`path` must be a folder, got the file {str(home)!r}")
+        try:
+            for name in (_RUN, _HISTORY, _CHECKPOINTS, _RESULTS):
+                if (home / name).exists():
+                    raise FolderError(f"{str(home)!r} holds a run already: `{name}` is there")
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FolderError(_not_written(home, error)) from error
+        folder = cls(home, list(recipes), _plain(dict(about or {})))
+        head = {"format": FORMAT, "format_version": FORMAT_VERSION}
+        content = {**head, "recipes": [r.to_dict() for r in folder.recipes], "about": folder.about}
+        write_text(home / _RUN, json.dumps(content, indent=2, allow_nan=False) + "\n")
+        return folder
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """The run in a folder.
+
+        Raises:
+            FolderError: there is none, or `run.json` is damaged or of another version.
+        """
+        home = Path(path)
+        if not home.is_dir():
+            there = f"got the file {str(home)!r}" if home.exists() else f"and there is none at {str(home)!r}"
+            raise FolderError(f"`path` must be the folder of a run, {there}")
+        if not (home / _RUN).is_file():
+            raise FolderError(f"`path` must be the folder of a run, and there is no `{_RUN}` in {str(home)!r}")
+        content = _read(home / _RUN)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise FolderError(f"{str(home / _RUN)!r} is not of a run: it does not say format {FORMAT!r}")
+        if content.get("format_version") != FORMAT_VERSION:
+            raise FolderError(
+                f"{str(home / _RUN)!r} has version {content.get('format_version')} of the format, and this ellzero "
+                f"({installed_version()}) reads version {FORMAT_VERSION}"
+            )
+        try:
+            recipes, about = [Recipe.from_dict(values) for values in content["recipes"]], dict(content["about"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FolderError(f"{str(home / _RUN)!r} is damaged: {error}") from error
+        if not recipes:
+            raise FolderError(f"{str(home / _RUN)!r} is damaged: it has no recipe")
+        return cls(home, recipes, about)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints, whether it exists or not."""
+        return self.path / _CHECKPOINTS
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other processes from training in this folder; the lock goes with the process, however it ends.
+
+        Raises:
+            FolderError: another process has it.
+        """
+        if fcntl is None:  # Windows has no such lock
+            yield
+            return
+        with open(self.path / _RUN, encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise FolderError(f"{str(self.path)!r} is being trained by another process") from error
+            except OSError:  # a file system without locks
+                pass
+            yield
+
+    # ---- history ----------------------------------------------------------------------------------------------------
+
+    def history(self) -> list[dict[str, Any]]:
+        """All records, in the order in which they were written, without one that was cut off in the end.
+
+        Raises:
+            FolderError: a line before the last is no record, or the file cannot be read.
+        """
+        return [record for record, _ in self._lines()]
+
+    def log(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Adds records to the history; they are on the disk when this returns.
+
+        Args:
+            records: plain data; NaN and infinity, which JSON does not know, are written as null.
+
+        Raises:
+            FolderError: the file cannot be written, or is damaged.
+        """
+        if not self._ends_in_a_record:  # a line that was cut off would swallow the next one
+            self._truncate(sum(size for _, size in self._lines()))
+        self._ends_in_a_record = False
+        data = "".join(_line(record) for record in records).encode()
+        file = self.path / _HISTORY
+        try:
+            with file.open("ab") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise FolderError(_not_written(file, error)) from error
+        self._ends_in_a_record = True
+
+    def cut(self, count: int) -> None:
+        """Keeps the first `count` records only: what came after a checkpoint comes again when the run goes on from it.
+
+        Raises:
+            ValueError: `count` is negative.
+            FolderError: there are fewer, the file cannot be written, or it is damaged.
+        """
+        if count < 0:
+            raise ValueError(f"`count` must not be negative, got {count}")
+        lines = self._lines()
+        if len(lines) < count:
+            raise FolderError(
+                f"{str(self.path / _HISTORY)!r} has {len(lines)} records, and the run wrote {count}: some are lost"
+            )
+        if (self.path / _HISTORY).exists():
+            write_text(self.path / _HISTORY, "".join(_line(record) for record, _ in lines[:count]))
+        self._ends_in_a_record = True
+
+    def _lines(self) -> list[tuple[dict[str, Any], int]]:
+        """Every record, and how many bytes of the file it takes."""
+        file = self.path / _HISTORY
+        try:
+            lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        except OSError as error:
+            raise FolderError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
+        records = []
+        for number, line in enumerate(lines, 1):
+            record = _parsed(line)
+            if record is None and number < len(lines):
+                raise FolderError(f"{str(file)!r} is damaged: line {number} of {len(lines)} is no record")
+            if record is not None:
+                records.append((record, len(line)))
+        return records
+
+    def _truncate(self, size: int) -> None:
+        file = self.path / _HISTORY
+        try:
+            if file.exists() and file.stat().st_size > size:
+                os.truncate(file, size)
+        except OSError as error:
+            raise FolderError(_not_written(file, error)) from error
+
+    # ---- results ----------------------------------------------------------------------------------------------------
+
+    def finish(self, results: Sequence[Mapping[str, Any]]) -> None:
+        """Writes what came out, and with that says that the run is finished.
+
+        Args:
+            results: one for each recipe, plain data.
+
+        Raises:
+            ValueError: there are more or fewer.
+            FolderError: the file cannot be written.
+        """
+        if len(results) != len(self.recipes):
+            raise ValueError(f"`results` must be one for each of {len(self.recipes)} recipes, got {len(results)}")
+        write_text(self.path / _RESULTS, json.dumps([_plain(r) for r in results], indent=2, allow_nan=False) + "\n")
+
+    def results(self) -> list[dict[str, Any]] | None:
+        """What came out, one for each recipe; None of a run that is not finished.
+
+        Raises:
+            FolderError: the file is damaged.
+        """
+        file = self.path / _RESULTS
+        if not file.exists():
+            return None
+        content = _read(file)
+        if not isinstance(content, list) or len(content) != len(self.recipes):
+            raise FolderError(f"{str(file)!r} is damaged: it must be a list of {len(self.recipes)} results")
+        return content
+
+
+def refuse_busy(home: Path) -> None:
+    """Says no to what would remove the runs in a folder while another process trains one of them.
+
+    Args:
+        home: whose folders are those of runs, damaged or not; it need not be there.
+
+    Raises:
+        FolderError: another process does.
+    """
+    for file in sorted(home.glob(f"*/{_RUN}")):
+        with Folder(file.parent, [], {}).locked():
+            pass
+
+
+def pace(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
+    """How long an epoch of training took, from record to record: first and last epoch, and seconds for each between.
+
+    Compilation is in them. Records of the same epoch, as there are where units are closed at the end, count as one.
+
+    Args:
+        history: records of one run, with "epoch" and "seconds" since the record before.
+
+    Example:
+        >>> pace([{"epoch": 2, "seconds": 9.0}, {"epoch": 7, "seconds": 10.0}, {"epoch": 7, "seconds": 0.1}])
+        [(0.0, 2.0, 4.5), (2.0, 7.0, 2.0)]
+    """
+    out = []
+    before = spent = 0.0
+    for record in history:
+        epoch, seconds = record["epoch"], record.get("seconds")
+        spent += seconds if isinstance(seconds, int | float) else math.nan
+        if epoch > before:
+            if math.isfinite(spent):
+                out.append((float(before), float(epoch), spent / (epoch - before)))
+            before, spent = epoch, 0.0
+    return out
+
+
+# ---------------------------------------------------------------- where a result comes from
+
+
+def provenance(device: torch.device | str) -> dict[str, Any]:
+    """What is needed to repeat a result: commit, versions, device, date, command.
+
+    Args:
+        device: that the run is on.
+
+    Returns:
+        Words by name. `commit` is that of the source tree this file is tracked in, or `$COMMIT`, or None; it ends in
+        "-dirty" where the tree has changes.
+
+    Example:
+        >>> about = provenance("cpu")
+        >>> about["torch"] == torch.__version__, about["device"].startswith("CPU")
+        (True, True)
+    """
+    where = torch.device(device)
+    return {
+        "commit": _commit() or os.environ.get("COMMIT"),
+        "ellzero": installed_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU {platform.machine()}",
+        "date": datetime.date.today().isoformat(),
+        "command": _command(sys.argv),
+    }
+
+
+def _commit() -> str | None:
+    file = Path(__file__)
+    git = ["git", "-C", str(file.parent)]
+    try:
+        # Installed into a virtual environment that lies in some other repository, it is not that one's commit.
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=False)
+        if tracked.returncode:
+            return None
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # there is no git
+        return None
+
+
+def _command(argv: Sequence[str]) -> str:
+    program = Path(argv[0]) if argv and argv[0] else Path("python")
+    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return shlex.join([*words, *argv[1:]])
+
+
+# ---------------------------------------------------------------- files
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, all or nothing: a crash at any moment leaves what was there, or the new file.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        try:
+            with open(unfinished, "x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except BaseException:  # an interrupt too
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
+        if os.name != "nt":  # has no way to, and needs none
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)  # the name
+            finally:
+                os.close(handle)
+    except OSError as error:
+        raise FolderError(_not_written(path, error)) from error
+
+
+def _not_written(path: Path, error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{str(path)!r} cannot be written: the disk is full"
+    return f"{str(path)!r} cannot be written: {error.strerror or error}"
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FolderError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise FolderError(f"{str(path)!r} is damaged: {error}") from error
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(record), allow_nan=False) + "\n"
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record in a line, if it is whole."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no NaN and no infinity."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case Mapping():
+            return {key: _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+    return value
+
+
+__all__ = ["Folder", "FolderError", "pace", "provenance", "refuse_busy"]

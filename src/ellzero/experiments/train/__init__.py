@@ -1,0 +1,1 @@
+"""One stack of runs under training."""

@@ -1,0 +1,91 @@
+"""What the steps of an epoch are given: images, labels and the gates' noise, made where the data set is.
+
+All of it is a function of (seed, epoch), run by run, so that a run can be taken up again at any step and does not
+depend on the others in its stack. Of several processes, each has its share of every batch, and noise of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ellzero.experiments.data import Dataset, crop_and_flip, epoch_generator, scaled
+from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.train import processes as parallel
+
+_PAD = 4  # black pixels around an image that is cropped
+
+
+@final
+class Supply:
+    """Batches and noise of a stack of runs.
+
+    Args:
+        recipes: one per run; they agree in all but seed and objective.
+        dataset: on the device of the runs.
+        gates: of one run.
+
+    Example:
+        >>> from ellzero.experiments.data import stand_in
+        >>> from ellzero.experiments.recipes import get
+        >>> supply = Supply([get("demo").override(batch=4)], stand_in("mnist5k", images=8), gates=3)
+        >>> order, noise = supply.epoch(0)
+        >>> order.shape, noise.shape, supply.batch(order[0])[0].shape
+        (torch.Size([2, 1, 4]), torch.Size([2, 1, 1, 3]), torch.Size([1, 4, 1, 28, 28]))
+    """
+
+    def __init__(self, recipes: Sequence[Recipe], dataset: Dataset, gates: int) -> None:
+        self.recipes, self.data, self.gates = recipes, dataset, gates
+        self.recipe = recipes[0]
+        # Scaled once and for all, or bytes that every epoch crops and flips anew.
+        self._images = dataset.train_x.clone() if self.recipe.augment else self._scaled(dataset.train_x)
+
+    def epoch(self, number: int) -> tuple[Tensor, Tensor]:
+        """The order of the images, (steps, runs, batch), and the gates' noise, (steps, runs, draws, gates)."""
+        device, order, noise = self.data.train_x.device, [], []
+        steps = len(self.data.train_x) // self.recipe.batch
+        for recipe in self.recipes:
+            drawn = epoch_generator(recipe.seed, number)
+            generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=drawn)))
+            if recipe.augment:
+                self._augment(drawn)
+            shuffled = torch.randperm(len(self.data.train_x), generator=generator, device=device)
+            batches = shuffled[: steps * recipe.batch].view(steps, recipe.batch)
+            order.append(batches.chunk(parallel.ranks(), 1)[parallel.rank()])
+            if parallel.rank():
+                own = np.random.SeedSequence([recipe.seed, number, parallel.rank()]).generate_state(1, np.uint64)[0]
+                generator.manual_seed(int(own) >> 1)
+            shape = (steps, recipe.samples * (2 if recipe.extra_gradient else 1), self.gates)
+            noise.append(torch.rand(shape, generator=generator, device=device))
+        return torch.stack(order, 1), torch.stack(noise, 1)
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and labels of one step, (runs, batch, …), in the epoch that was drawn last."""
+        x = self._images[index]
+        if self.recipe.augment:
+            x = self._scaled(x.flatten(0, 1)).view(x.shape)
+        if self.recipe.channels_last:  # there is one run, so the leading dimension is in nobody's way
+            x = x[0].contiguous(memory_format=torch.channels_last)[None]
+        return x, self.data.train_y[index]
+
+    def scaled(self, images: Tensor) -> Tensor:
+        """Bytes as the network takes them: scaled and laid out as the recipe says."""
+        x = self._scaled(images)
+        return x.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else x
+
+    def _scaled(self, images: Tensor) -> Tensor:
+        if self.recipe.scaling == "unit":
+            return scaled(images)
+        return scaled(images, self.data.mean, self.data.std)
+
+    def _augment(self, generator: torch.Generator) -> None:
+        n, device = len(self.data.train_x), self.data.train_x.device
+        top, left = torch.randint(2 * _PAD + 1, (2, n), generator=generator)
+        flip = torch.randint(2, (n,), generator=generator).bool()
+        top, left, flip = (draw.to(device) for draw in (top, left, flip))
+        for part in torch.arange(n, device=device).split(10_000):  # in a few large operations, but not all at once
+            self._images[part] = crop_and_flip(self.data.train_x[part], top[part], left[part], flip[part], _PAD)

@@ -1,0 +1,233 @@
+"""Several training runs of one network as one module: the same step for one run and for forty.
+
+A small network leaves a GPU idle. Runs that differ in seed, λ, ε and the mask of their constraints share every
+operation: each parameter gets a leading dimension, one slice per run, and `torch.func.vmap` runs the gated network
+over the slices. Runs never mix, so a run in a stack is the run alone, to rounding. This file knows what one step
+computes; it does not know data, optimizers' settings or epochs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from ellzero.gated.module import Gated
+from ellzero.objectives import costs
+
+WATCHED = (costs.l0_norm, costs.params, costs.macs)
+
+
+def l2_of_weights(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
+    """`l2_norm` that the gates feel nothing of."""
+    return costs.l2_norm(gated, kept=kept, only=only, detach_gates=True)
+
+
+NORMS = (costs.l2_norm, l2_of_weights)  # have no dense value to be a fraction of
+
+
+class Objective(nn.Module):
+    """One run's forward as a module, so that its weights *and* its gates are parameters of one call.
+
+    Returns the task loss of a batch, and the cost vector: the parts, all as fractions of the dense cost of that part
+    (norms as they are), expected; and the same as kept now.
+
+    Args:
+        gated: the network with its gates, or None for a dense one.
+        model: the network without.
+        parts: costs, each with the pattern of what it is asked of.
+        autocast: whether the network runs in bfloat16 where that is safe, in training; loss and costs do not.
+    """
+
+    def __init__(
+        self,
+        gated: Gated | None,
+        model: nn.Module,
+        parts: Sequence[tuple[costs.Cost, str | None]],
+        autocast: bool = False,
+    ) -> None:
+        super().__init__()
+        self.network = model if gated is None else gated
+        self.gated = gated is not None
+        self.autocast = autocast
+        self.parts = tuple(parts)
+        self.dense = []
+        if gated is not None:
+            self.dense = [1.0 if c in NORMS else costs.dense(c, gated, only) for c, only in parts]
+        self.whole = [costs.dense(c, gated) for c in WATCHED] if gated is not None else []
+
+    def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+            logits = self.network(x, gate_noise=noise) if self.gated else self.network(x)
+        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), self.costs()
+
+    def logits(self, x: Tensor) -> Tensor:
+        out: Tensor = self.network(x)
+        return out
+
+    def costs(self) -> Tensor:
+        """The fractions of the dense cost, one per part, in expectation."""
+        if not self.parts:
+            return torch.zeros(0, device=next(self.network.parameters()).device)
+        gated: Any = self.network
+        return torch.stack([_call(c, gated, only) / d for (c, only), d in zip(self.parts, self.dense, strict=True)])
+
+    def kept(self) -> Tensor:
+        """The same with the test-time gates. The formula of the expectation at 0 and 1: exact but for padded groups."""
+        gated: Any = self.network
+        with torch.no_grad(), gated.assuming(gated.opens().to(gated.tables["ends"])):
+            return self.costs()
+
+    def counts(self) -> Tensor:
+        """How many gates of each set are open at test time."""
+        gated: Any = self.network
+        sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
+        return torch.stack([part.sum() for part in gated.opens().split(sizes)])
+
+    def opens(self) -> Tensor:
+        """Which gates are open at test time, one set after the other."""
+        gated: Any = self.network
+        out: Tensor = gated.opens()
+        return out
+
+    def probabilities(self) -> Tensor:
+        """P(z ≠ 0) of all gates, one set after the other."""
+        gated: Any = self.network
+        out: Tensor = gated.prob_open()
+        return out
+
+    def watched(self) -> Tensor:
+        """`l0_norm`, `params` and `macs` as fractions of dense: expected, then as kept now."""
+        gated: Any = self.network
+        with torch.no_grad():
+            expected = [c(gated) / d for c, d in zip(WATCHED, self.whole, strict=True)]
+            with gated.assuming(gated.opens().to(gated.tables["ends"])):
+                kept = [c(gated) / d for c, d in zip(WATCHED, self.whole, strict=True)]
+        return torch.stack([torch.stack(expected), torch.stack(kept)])
+
+
+def _call(cost: costs.Cost, gated: Gated, only: str | None) -> Tensor:
+    return cost(gated) if only is None else cost(gated, only=only)
+
+
+def _reads_one_map(conv: nn.Conv2d) -> bool:
+    plain = conv.stride == conv.dilation == (1, 1) and conv.padding == (0, 0) and conv.padding_mode == "zeros"
+    return conv.in_channels == conv.groups == 1 and plain
+
+
+def _as_product(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution of images of one map, image by image, as products of matrices.
+
+    Of a stack, `vmap` makes a convolution with a group for each run. Where that reads one map in each group, torch has
+    slow kernels for it: forward and backward took two fifths of a step of ten LeNet-5.
+    """
+    rows, columns = conv.kernel_size
+    windows = x[:, 0].unfold(1, rows, 1).unfold(2, columns, 1)  # `F.unfold` would launch a kernel for each image
+    height, width = windows.shape[1:3]
+    flat = windows.permute(0, 3, 4, 1, 2).reshape(len(x), rows * columns, height * width)
+    out = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), flat)
+    out = out if bias is None else out + bias[:, None]
+    return out.view(*out.shape[:2], height, width)
+
+
+class _Evaluation(nn.Module):
+    """Calls another method of an `Objective` under `functional_call`."""
+
+    def __init__(self, objective: Objective, method: str) -> None:
+        super().__init__()
+        self.objective, self.method = objective, method
+
+    def forward(self, *args: Tensor) -> Tensor:
+        out: Tensor = getattr(self.objective, self.method)(*args)
+        return out
+
+
+class Runs(nn.Module):
+    """One run, or a stack of them.
+
+    Args:
+        objectives: one per run, of equal architecture.
+    """
+
+    def __init__(self, objectives: Sequence[Objective]) -> None:
+        super().__init__()
+        self.size = len(objectives)
+        first = objectives[0]
+        if self.size > 1 and any(True for _ in first.buffers()):
+            raise ValueError(
+                "a network with buffers (batch norm) cannot be stacked: train its seeds one after the other"
+            )
+        # In a list, so that the template's own parameters are not those of this module when there is a stack.
+        self._template = [first]
+        self.alone = first if self.size == 1 else None
+        self.keys = [name for name, _ in first.named_parameters()]
+        if self.size > 1:
+            members = [dict(o.named_parameters()) for o in objectives]
+            for name in self.keys:
+                self.register_parameter(
+                    name.replace(".", "|"), nn.Parameter(torch.stack([m[name].detach() for m in members]))
+                )
+            for module in first.modules():
+                if isinstance(module, nn.Conv2d) and _reads_one_map(module):
+                    module._conv_forward = partial(_as_product, module)  # type: ignore[method-assign]
+
+    @property
+    def template(self) -> Objective:
+        return self._template[0]
+
+    def values(self) -> dict[str, Tensor]:
+        """All parameters by the name they have in one run, with the leading dimension of the stack (if there is
+        one).
+        """
+        if self.alone is not None:
+            return dict(self.alone.named_parameters())
+        return {name: self.get_parameter(name.replace(".", "|")) for name in self.keys}
+
+    def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Task loss (runs,) and cost fractions (runs, parts) of one batch for each run: `x` is (runs, batch, …)."""
+        if self.alone is not None:
+            loss, cost = self.alone(x[0], y[0], noise[0])
+            return loss[None], cost[None]
+        out: tuple[Tensor, Tensor] = vmap(self._one, randomness="different")(self.values(), x, y, noise)
+        return out
+
+    def _one(self, values: dict[str, Tensor], *args: Tensor) -> Any:
+        return functional_call(self.template, values, args)
+
+    def evaluate(self, method: str, *args: Tensor, values: dict[str, Tensor] | None = None) -> Tensor:
+        """A method of every run's objective (`logits` of the same images, `kept` costs, …), stacked."""
+        call = _Evaluation(self.template, method)
+        values = {f"objective.{n}": v for n, v in (self.values() if values is None else values).items()}
+        if self.size == 1:
+            alone: Tensor = functional_call(call, values, args)
+            return alone[None]
+        one: Callable[..., Tensor] = lambda v, *a: functional_call(call, v, a)  # noqa: E731
+        out: Tensor = vmap(one, in_dims=(0, *[None] * len(args)))(values, *args)
+        return out
+
+    def network(self, run: int, values: dict[str, Tensor] | None = None) -> nn.Module:
+        """A copy of one run's network (a `Gated`, unless dense) with its parameters."""
+        out = copy.deepcopy(self.template.network)
+        for module in out.modules():
+            module.__dict__.pop("_conv_forward", None)  # see `_as_product`: for stacks alone
+        own = dict(out.named_parameters())
+        with torch.no_grad():
+            for name, value in (self.values() if values is None else values).items():
+                own[name.removeprefix("network.")].copy_(value if self.size == 1 else value[run])
+        return out
+
+    def train(self, mode: bool = True) -> Runs:
+        super().train(mode)
+        self.template.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.template._apply(fn)  # type: ignore[no-untyped-call]
+        return self

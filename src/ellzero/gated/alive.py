@@ -1,0 +1,188 @@
+"""Which units are alive, given which gates are open: the one formula behind expected costs, kept costs and compaction.
+
+A unit is alive if any weight entry that reads it is open, and an entry is open if all gates on it are. With
+independent gates, P(alive) = Π_common p · (1 − Π_entries (1 − Π_rest p)), where the common gates act on every entry
+that reads the unit. The same formula at p ∈ {0, 1} says which units are kept. It is exact when no gate but the common
+ones acts on two entries of a unit, and `attach` refuses placements where one does. This file knows gates as numbers
+only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ellzero.gated.placements import Placement
+from ellzero.graph.axes import Graph, Labels
+
+
+def product(x: Tensor, dim: int) -> Tensor:
+    """Π along one dimension, by halves. `torch.prod` looks for zeros in its backward, which makes a GPU wait."""
+    while x.shape[dim] > 1:
+        half = x.shape[dim] // 2
+        pairs = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
+        x = pairs if x.shape[dim] == 2 * half else torch.cat([pairs, x.narrow(dim, 2 * half, 1)], dim)
+    return x.squeeze(dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """Unstructured gates of one weight seen from its contracting dimension: an input is read if any gate of its
+    column is open.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    dim: int
+
+
+@dataclass(frozen=True, eq=False)
+class Liveness:
+    """Index tables into the vector `[p, columns…, 1, 0]`, where p holds P(open) of all gates, one placement after the
+    other.
+
+    Args:
+        size: number of gates.
+        one: index of the 1 (that of the 0 follows it).
+        columns: unstructured weights whose columns count as one gate each.
+        common: for each unit the gates that all its readers share, padded with the index of 1.
+        several: units with readers that differ beyond the common gates.
+        rest: for each of them, by entry, the further gates on it; entries padded with the index of 0.
+        entries: for each weight that gets a `Select`, the gates on each of its inputs.
+    """
+
+    size: int
+    one: int
+    columns: tuple[Column, ...]
+    common: Labels
+    several: Labels
+    rest: Labels
+    entries: dict[str, Labels]
+
+    def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The arrays as tensors, for `extend`, `units` and `inputs`."""
+        arrays = {"common": self.common, "several": self.several, "rest": self.rest}
+        arrays |= {f"entries {name}": index for name, index in self.entries.items()}
+        moved = {k: torch.as_tensor(a, device=device) for k, a in arrays.items()}
+        return moved | {"ends": torch.tensor([1.0, 0.0], device=device, dtype=dtype)}
+
+    def extend(self, p: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        """`p` with the columns' probabilities, 1 and 0 behind it."""
+        parts = [p]
+        for c in self.columns:
+            block = p[c.start : c.start + prod(c.shape)].reshape(c.shape).movedim(c.dim, 0).reshape(c.shape[c.dim], -1)
+            parts.append(1 - product(1 - block, 1))
+        return torch.cat([*parts, tables["ends"]])
+
+    def units(self, extended: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        """P(alive) of every unit of the graph."""
+        alive = extended[tables["common"]]
+        alive = alive[:, 0] if self.common.shape[1] == 1 else product(alive, 1)
+        if len(self.several):
+            read = 1 - product(1 - product(extended[tables["rest"]], 2), 1)
+            alive = alive.index_put((tables["several"],), alive[tables["several"]] * read)
+        return alive
+
+    def inputs(self, extended: Tensor, tables: dict[str, Tensor]) -> list[Tensor]:
+        """P(open) of every input of each weight that gets a `Select`."""
+        return [product(extended[tables[f"entries {name}"]], 1) for name in self.entries]
+
+
+def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
+    """Works out for every unit and every input which gates decide about it.
+
+    Raises:
+        ValueError: if a placement multiplies a dimension that does not contract, or one gate decides about some
+            readers of a unit but not all, beside others.
+    """
+    starts = [0, *accumulate(prod(p.shape) for p in placements)]
+    size = starts[-1]
+    columns: list[Column] = []
+    acting: dict[str, list[Labels]] = {}  # weight -> for each set of gates on it, the gate at each input
+    width = size
+    for placement, start in zip(placements, starts, strict=False):
+        for site in placement.multiplies:
+            dims = graph.reading.get(site.tensor)
+            if dims == site.dims:
+                acting.setdefault(site.tensor, []).append(np.where(site.units < 0, -1, site.units + start))
+            elif len(site.dims) == len(graph.shapes[site.tensor]):
+                if dims is not None and len(dims) == 1:
+                    columns.append(Column(start, graph.shapes[site.tensor], dims[0]))
+                    inputs = graph.shapes[site.tensor][dims[0]]
+                    acting.setdefault(site.tensor, []).append(np.arange(width, width + inputs))
+                    width += inputs
+            else:
+                raise ValueError(
+                    f"`where` lets gates `{placement.name}` multiply dimensions {site.dims} of `{site.tensor}`, "
+                    "which do not contract"
+                )
+    one, zero = width, width + 1
+
+    def gates_at(tensor: str, position: int) -> frozenset[int]:
+        return frozenset(int(g.flat[position]) for g in acting.get(tensor, []) if g.flat[position] >= 0)
+
+    # For every unit, the sets of gates that decide about each entry that reads it.
+    readers: list[set[frozenset[int]]] = [set() for _ in range(graph.offsets[-1])]
+    at: dict[str, list[frozenset[int]]] = {}
+    for tensor, dims in graph.reading.items():
+        units = graph.labels[tensor][dims]
+        positions = np.arange(units.size)
+        if len(dims) > 1:  # the rows of one group read the same units
+            _, positions = np.unique(units, return_index=True)
+        at[tensor] = [gates_at(tensor, k) for k in positions.tolist()]
+        for unit, gates in zip(units.flat[positions].tolist(), at[tensor], strict=True):
+            if unit >= 0:
+                readers[unit].add(gates)
+    frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
+    shared: list[frozenset[int]] = []
+    several: list[int] = []
+    rest: list[list[frozenset[int]]] = []
+    for unit, sets in enumerate(readers):
+        common = frozenset.intersection(*sets) if sets else frozenset[int]()
+        further = [s - common for s in sets]
+        if frozen[unit]:
+            common, further = frozenset(), [frozenset[int]()]
+        shared.append(common)
+        if further and all(further):
+            if sum(map(len, further)) > len(frozenset.union(*further)):
+                raise ValueError(
+                    "`where` lets one gate decide about some of the entries that read a unit, beside other gates"
+                )
+            several.append(unit)
+            rest.append(further)
+    entries = {}
+    differing = set(several)
+    for tensor, gates_of in at.items():
+        dims = graph.reading[tensor]
+        if len(dims) > 1 or tensor not in graph.in_own_module or not any(gates_of):
+            continue
+        units = graph.labels[tensor][dims].tolist()
+        if any(gates != shared[u] or u in differing for u, gates in zip(units, gates_of, strict=True) if u >= 0):
+            entries[tensor] = _padded([[g] for g in gates_of], one, zero)[:, 0]
+    return Liveness(
+        size,
+        one,
+        tuple(columns),
+        _padded([[c] for c in shared], one, zero)[:, 0],
+        np.array(several, dtype=np.int64),
+        _padded(rest, one, zero),
+        entries,
+    )
+
+
+def _padded(sets: Sequence[Sequence[frozenset[int]]], one: int, zero: int) -> Labels:
+    """Sets of gates as an array (unit, entry, gate): missing gates are certain, missing entries impossible."""
+    entries = max((len(s) for s in sets), default=1)
+    gates = max((len(g) for s in sets for g in s), default=1) or 1
+    out = np.full((len(sets), entries, gates), one)
+    for row, unit in zip(out, sets, strict=True):
+        row[len(unit) :] = zero
+        for line, members in zip(row, unit, strict=False):
+            line[: len(members)] = sorted(members)
+    return out

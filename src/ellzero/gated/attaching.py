@@ -1,0 +1,126 @@
+"""Attachment: `attach(model, example_inputs)` puts gates on a model, `Gated` runs it with them.
+
+`Gated` draws every gate once per forward, multiplies the draws into the weights that read, and runs the user's own
+model with these weights in place of its own. The model is shared, not copied: called directly it is the dense
+network. This file does not know what an open gate costs, nor how a network is made smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ellzero.gated.module import Gated
+from ellzero.gated.placements import Placement, Where, shrinkable
+from ellzero.gates.abstract import AbstractGate
+from ellzero.gates.hard_concrete import HardConcreteGate
+from ellzero.graph.axes import Axis, Graph
+from ellzero.graph.rehearsal import proven
+from ellzero.graph.tracing import as_inputs, trace
+
+GateMaker = Callable[[tuple[int, ...]], AbstractGate]
+
+
+def attach(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    gate: GateMaker | Mapping[str, GateMaker] = HardConcreteGate,
+    where: Where = shrinkable,
+    streams: bool = False,
+    axes: Sequence[Axis] | None = None,
+    limit: float = 600.0,
+) -> Gated:
+    """Finds what can shrink in `model` and puts gates on it.
+
+    Args:
+        model: any module. It is shared with the result and left as it is: parameters, keys, hooks, mode.
+        example_inputs: a tuple of what the model is called with (or one tensor, or a dict of keyword arguments).
+        gate: what makes the gates of one placement from their shape, e.g. `partial(l0.HardConcreteGate,
+            drop_rate=0.3)`; or several by the pattern (as in `fnmatch`) of the placement's name, the first that
+            matches counting.
+        where: which gates there are: `l0.shrinkable`, `l0.per_layer`, `l0.weights("pattern")`, or any function of the
+            graph.
+        streams: with `l0.shrinkable`, whether residual streams are gated too.
+        axes: axes by hand, for a model that `torch.export` cannot trace; `macs` has no meaning then.
+        limit: seconds that tracing may take.
+
+    Returns:
+        A `Gated`: call it instead of the model.
+
+    Raises:
+        TraceError: the model rejects the example input or cannot be traced.
+        ValueError: there is nothing to gate, or an argument does not fit; the model is untouched.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> gated = attach(net, torch.zeros(1, 4))
+        >>> [(name, tuple(gate.shape)) for name, gate in gated.named_gates()]
+        [('0', (3,))]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, Gated):
+        raise TypeError("`model` is gated already; attach to `model.model`, or pass `where` once for all gates")
+    if not callable(where):
+        raise TypeError(
+            f"`where` must be a function from a graph to placements, such as `l0.shrinkable`, got {where!r}"
+        )
+    if streams and where is not shrinkable:
+        raise ValueError("`streams` goes with `where=shrinkable` only")
+    _refuse_sharded(model)
+    inputs = as_inputs(example_inputs)
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices):  # running the model here must not change what a seeded run draws later
+        graph = trace(model, example_inputs, limit=limit) if axes is None else _by_hand(model, axes)
+        graph = proven(model, graph, inputs)
+    placements = list(partial(shrinkable, streams=True)(graph) if streams else where(graph))
+    if not placements:
+        reasons = "; ".join(f"`{a.name}`: {a.frozen or 'a residual stream (pass `streams=True`)'}" for a in graph.axes)
+        raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
+    return Gated(model, graph, placements, [_make(gate, p) for p in placements], inputs)
+
+
+def _make(maker: GateMaker | Mapping[str, GateMaker], placement: Placement) -> AbstractGate:
+    if isinstance(maker, Mapping):
+        found = next((m for pattern, m in maker.items() if fnmatchcase(placement.name, pattern)), None)
+        if found is None:
+            raise ValueError(f"`gate` has no pattern for `{placement.name}`, got {', '.join(map(repr, maker))}")
+        maker = found
+    if not callable(maker):
+        raise TypeError(f"`gate` must make a gate from its shape, such as `l0.HardConcreteGate`, got {maker!r}")
+    gate = maker(placement.shape)
+    if not isinstance(gate, AbstractGate) or tuple(gate.shape) != placement.shape:
+        raise TypeError(f"`gate` must make a gate of shape {placement.shape} for `{placement.name}`, got {gate!r}")
+    return gate
+
+
+def _by_hand(model: nn.Module, axes: Sequence[Axis]) -> Graph:
+    members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for axis in axes:
+        for site in axis.sites:
+            if site.tensor not in members:
+                raise ValueError(f"`axes` names `{site.tensor}`, which is no parameter or buffer of the model")
+            shape = tuple(members[site.tensor].shape[d] for d in site.dims)
+            if site.units.shape != shape or site.units.max() >= axis.size:
+                raise ValueError(
+                    f"`axes` has units of shape {site.units.shape} for `{site.tensor}`, which is {shape} at {site.dims}"
+                )
+    return Graph(
+        tuple(axes),
+        {n: tuple(t.shape) for n, t in members.items()},
+        parameters=tuple(n for n, _ in model.named_parameters()),
+    )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Sharded parameters are swapped underneath the call and would be silently ungated."""
+    for name, p in model.named_parameters():
+        if type(p).__name__ == "FlatParameter" or type(p.data).__name__ == "DTensor":
+            raise ValueError(f"`model` has sharded parameters (`{name}`); gates cannot be applied under FSDP yet")

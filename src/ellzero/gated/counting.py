@@ -1,0 +1,235 @@
+"""How many entries are left: parameters and MACs of the network that removal would give, by which units are alive.
+
+The entries of a weight are counted by a product of two sums, one over each of its labelled dimensions:
+Σ_o a_o · Σ_i a_i. In expectation over independent units that is E[n_out]·E[n_in]. Where the same units lie on both
+dimensions (residual streams) a unit is not independent of itself, nor of an input that reads it: an open input u means
+that its unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is added, with u = m for the unit itself. The *population* is every
+unit that a gate can close, and every input of a weight that gets a `Select`. This file counts; it does not know gates,
+only whether (or how probably) something is alive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ellzero.gated.alive import Liveness
+from ellzero.graph.axes import Graph, Labels
+from ellzero.graph.plan import Plan
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Census:
+    """Σ_t scale_t · X[left_t] · X[right_t] over terms t, with X = constant + matrix · S.
+
+    S is the population summed by segment; a segment is a set of members of the population that count alike everywhere.
+
+    Args:
+        names: the module that each term belongs to.
+        scale: what one entry costs in each term (0 dimensions left out).
+        left: row of X for the first dimension.
+        right: row of X for the second one (row 0 is the constant 1).
+        constant: what always stays, by row.
+        matrix: how often a member of each segment counts in each row.
+        segment: the segment of each member of the population.
+        whole: the units m of the pairs (m, u) that meet in a term.
+        part: the u of these pairs, alive only if m is.
+        twice: by term and sort of pair, how often such a pair meets in the term, times its scale.
+        sort: the sort of each pair.
+        units: unit number of the members that are units; the inputs of `inputs` follow.
+        inputs: the weights whose inputs are members: name, reading dimension, number.
+    """
+
+    names: tuple[str, ...]
+    scale: Vector
+    left: Labels
+    right: Labels
+    constant: Vector
+    matrix: Vector
+    segment: Labels
+    whole: Labels
+    part: Labels
+    twice: Vector
+    sort: Labels
+    units: Labels
+    inputs: tuple[tuple[str, int, int], ...]
+
+    def kept(self, plan: Plan) -> Vector:
+        """What each term costs in the network that `plan` leaves: exact."""
+        members = [plan.units[self.units]]
+        for tensor, dim, size in self.inputs:
+            stays = np.ones(size, dtype=bool)
+            if dim in plan.rows.get(tensor, {}):
+                stays[:] = False
+                stays[plan.rows[tensor][dim]] = True
+            members.append(stays)
+        alive = np.concatenate(members).astype(np.float64)
+        sums = np.bincount(self.segment, alive, self.matrix.shape[1])
+        x = self.constant + self.matrix @ sums
+        return self.scale * x[self.left] * x[self.right]
+
+    def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The arrays as tensors, for `expected`."""
+        vectors = ("scale", "left", "right", "constant", "matrix", "segment", "whole", "part", "twice", "sort", "units")
+        arrays = {k: getattr(self, k) for k in vectors}
+        return {
+            k: torch.as_tensor(a, device=device, dtype=dtype if a.dtype == np.float64 else None)
+            for k, a in arrays.items()
+        }
+
+    def expected(self, units: Tensor, inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
+        """What each term costs in expectation.
+
+        Args:
+            units: P(alive) of every unit of the graph.
+            inputs: P(open) of the inputs of each weight in `inputs`.
+            tables: from `tables()`.
+        """
+        alive = torch.cat([units[tables["units"]], *inputs]) if inputs else units[tables["units"]]
+        sums = alive.new_zeros(tables["matrix"].shape[1]).index_add(0, tables["segment"], alive)
+        x = torch.addmv(tables["constant"], tables["matrix"], sums)
+        terms = tables["scale"] * x[tables["left"]] * x[tables["right"]]
+        if len(tables["part"]):
+            more = alive[tables["part"]] * (1 - alive[tables["whole"]])
+            sums = more.new_zeros(tables["twice"].shape[1]).index_add(0, tables["sort"], more)
+            terms = terms + tables["twice"] @ sums
+        return terms
+
+
+class _Builder:
+    def __init__(self, graph: Graph, live: Liveness) -> None:
+        self.graph = graph
+        gated = np.asarray((live.common < live.one).any(1))
+        gated[live.several] = True
+        self.units = np.flatnonzero(gated)
+        self.member = np.full(graph.offsets[-1] + 1, -1)  # the last entry: unit -1
+        self.member[self.units] = np.arange(len(self.units))
+        self.inputs: dict[str, int] = {}
+        self.size = len(self.units)
+        for tensor, gates in live.entries.items():
+            self.inputs[tensor] = self.size
+            self.size += len(gates)
+        self.rows: dict[bytes, int] = {}
+        self.vectors: list[Labels] = []
+        self.row(np.zeros(0, dtype=np.int64), 1)
+        self.terms: list[tuple[str, float, int, int]] = []
+
+    def row(self, members: Labels, constant: int) -> int:
+        """The number of the row that counts these members of the population (-1: always there), and `constant` more."""
+        vector = np.bincount(members[members >= 0], minlength=self.size + 1)
+        vector[self.size] = constant + (members < 0).sum()
+        if vector.tobytes() not in self.rows:
+            self.rows[vector.tobytes()] = len(self.rows)
+            self.vectors.append(vector)
+        return self.rows[vector.tobytes()]
+
+    def tensor(self, tensor: str, name: str, factor: float) -> None:
+        """The terms that count the entries of one parameter, each entry costing `factor`."""
+        shape, sites = self.graph.shapes[tensor], self.graph.labels.get(tensor, {})
+        joint = next((dims for dims in sites if len(dims) > 1), None)
+        if joint is not None:
+            table, lines = sites[joint], sites.get((0,), np.full(shape[0], -1))
+            rest = prod(shape[2:])
+            groups, which = np.unique(table, axis=0, return_inverse=True)
+            for k, inside in enumerate(groups):
+                here = np.flatnonzero(which.reshape(-1) == k)
+                self.terms.append(
+                    (name, factor * rest, self.row(self.member[lines[here]], 0), self.row(self.member[inside], 0))
+                )
+            return
+        dims = [(d, units) for (d,), units in sites.items()]
+        rows = []
+        for d, units in dims:
+            members = self.member[units]
+            if tensor in self.inputs and (d,) == self.graph.reading[tensor]:
+                members = self.inputs[tensor] + np.arange(len(units))
+            if (members >= 0).any():
+                rows.append(self.row(members, 0))
+            else:
+                factor *= len(units)
+        factor *= prod(size for d, size in enumerate(shape) if d not in dict(dims))
+        assert len(rows) <= 2, f"`{tensor}` has more than two dimensions that shrink"
+        self.terms.append((name, factor, *([*rows, 0, 0][:2])))  # type: ignore[arg-type]
+
+    def product(self, name: str, factor: float, left: Labels | None, right: Labels | None) -> None:
+        rows = [self.row(self.member[a], 0) if a is not None else 0 for a in (left, right)]
+        self.terms.append((name, factor, rows[0], rows[1]))
+
+    def pairs(self) -> Labels:
+        """Members (m, u) such that u is alive only if m is: a unit and itself, a unit and an input that reads it."""
+        own = np.arange(len(self.units))
+        whole, part = [own], [own]
+        for tensor, start in self.inputs.items():
+            read = self.member[self.graph.labels[tensor][self.graph.reading[tensor]]]
+            whole.append(read[read >= 0])
+            part.append(start + np.flatnonzero(read >= 0))
+        return np.stack([np.concatenate(whole), np.concatenate(part)])
+
+    def build(self) -> Census:
+        matrix = np.stack(self.vectors)
+        columns, segment = np.unique(matrix[:, : self.size], axis=1, return_inverse=True)
+        counts, segment = columns.astype(np.float64), segment.reshape(-1)
+        scale = np.array([t[1] for t in self.terms], dtype=np.float64)
+        left, right = (np.array([t[k] for t in self.terms], dtype=np.int64) for k in (2, 3))
+        pairs = self.pairs()
+        (m, u), sort = np.unique(segment[pairs], axis=1, return_inverse=True)
+        met = counts[left][:, m] * counts[right][:, u]
+        met = met + np.where(m == u, 0, counts[left][:, u] * counts[right][:, m])
+        meets, sort = np.asarray(met.any(0)), sort.reshape(-1)
+        here = meets[sort]
+        return Census(
+            tuple(t[0] for t in self.terms),
+            scale,
+            left,
+            right,
+            matrix[:, self.size].astype(np.float64),
+            counts,
+            segment,
+            pairs[0, here],
+            pairs[1, here],
+            scale[:, None] * met[:, meets],
+            (np.cumsum(meets) - 1)[sort[here]],
+            self.units,
+            tuple((t, self.graph.reading[t][0], self.graph.shapes[t][self.graph.reading[t][0]]) for t in self.inputs),
+        )
+
+
+def count_params(graph: Graph, live: Liveness) -> Census:
+    """One term per parameter: its entries."""
+    builder = _Builder(graph, live)
+    for tensor in graph.parameters:
+        builder.tensor(tensor, tensor.rpartition(".")[0] or tensor, 1.0)
+    return builder.build()
+
+
+def count_units(graph: Graph, live: Liveness) -> Census:
+    """One term per axis and per weight with a `Select`: the units and inputs that gates decide about."""
+    builder = _Builder(graph, live)
+    for axis, start in zip(graph.axes, graph.offsets, strict=False):
+        members = builder.member[start : start + axis.size]
+        if (members >= 0).any():
+            builder.terms.append((axis.name, 1.0, builder.row(members, 0), 0))
+    for tensor, start in builder.inputs.items():
+        size = graph.shapes[tensor][graph.reading[tensor][0]]
+        builder.terms.append((tensor.rpartition(".")[0] or tensor, 1.0, builder.row(start + np.arange(size), 0), 0))
+    return builder.build()
+
+
+def count_macs(graph: Graph, live: Liveness) -> Census | None:
+    """One term per multiplication of the traced forward: its multiply-accumulates for one example."""
+    if graph.products is None:
+        return None
+    builder = _Builder(graph, live)
+    for p in graph.products:
+        if p.tensor is not None:
+            builder.tensor(p.tensor, p.name, p.factor)
+        else:
+            builder.product(p.name, p.factor, p.left, p.right)
+    return builder.build()

@@ -1,0 +1,236 @@
+"""Taking units out of a network: the removal plan as a value, and how it is carried out.
+
+A `Plan` says for every parameter and buffer which entries of which dimensions stay. It is data: the same plan slices
+a model's weights, an optimizer's moments, an averaged copy or gradients. Two small layers stand in where slicing is
+not enough: `Select` picks the inputs that a layer still reads from something that cannot shrink, `Closed` replaces a
+layer that reads or writes nothing any more. This file does not know what a gate is: it is told which units are alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from ellzero.graph.axes import Graph, Labels
+from ellzero.graph.resizing import resize
+from ellzero.graph.standins import put_closed, put_select
+
+Mask = npt.NDArray[np.bool_]
+
+
+class ClosedAxisError(ValueError):
+    """Every unit of an axis is closed, and nothing carries on without it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What stays, tensor by tensor.
+
+    Args:
+        units: for every unit of the graph, whether it stays.
+        rows: for each tensor that changes, the indices that stay, by dimension.
+        columns: for the weight of a grouped convolution, the column indices that stay in each *kept* row.
+        selects: for each weight in front of which a `Select` goes, the inputs that it goes on reading. Its entry in
+            `rows` is the same.
+        closed: layers (module names) that read or write nothing any more.
+    """
+
+    units: Mask
+    rows: dict[str, dict[int, Labels]] = field(default_factory=dict)
+    columns: dict[str, Labels] = field(default_factory=dict)
+    selects: dict[str, Labels] = field(default_factory=dict)
+    closed: frozenset[str] = frozenset()
+
+    def slice(self, name: str, tensor: Tensor) -> Tensor:
+        """What stays of `tensor`, which has the shape of the parameter or buffer `name`: itself, its gradient, its
+        moments.
+        """
+        for dim, index in self.rows.get(name, {}).items():
+            tensor = tensor.index_select(dim, torch.as_tensor(index, device=tensor.device))
+        if name in self.columns:
+            columns = torch.as_tensor(self.columns[name], device=tensor.device)
+            shape = columns.shape + tensor.shape[2:]
+            tensor = tensor.gather(1, columns.reshape(*columns.shape, *[1] * (tensor.ndim - 2)).expand(shape))
+        return tensor
+
+    def spread(self, name: str, small: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The way back from `slice`: a tensor of `shape` with `small` where it was, and zeros where nothing stayed."""
+        if name not in self.rows and name not in self.columns:
+            return small
+        full = small.new_zeros(shape)
+        where = self.slice(name, torch.arange(full.numel(), device=small.device).reshape(shape))
+        return full.reshape(-1).index_copy(0, where.reshape(-1), small.reshape(-1)).reshape(shape)
+
+    def beyond(self, done: Plan | None) -> Plan:
+        """What of this plan is left to do in a network where `done` has been carried out.
+
+        Args:
+            done: a plan of the same network that keeps all that this one does, without `columns`, `selects` and
+                `closed`.
+        """
+        if done is None:
+            return self
+        if done.columns or done.selects or done.closed or (self.units & ~done.units).any():
+            raise ValueError("`done` must keep every unit that this plan keeps, and every layer as it is")
+        rows: dict[str, dict[int, Labels]] = {}
+        for name, dims in self.rows.items():
+            for dim, index in dims.items():
+                there = done.rows.get(name, {}).get(dim)
+                if there is None or len(there) > len(index):
+                    rows.setdefault(name, {})[dim] = index if there is None else np.searchsorted(there, index)
+        return Plan(self.units, rows, self.columns, self.selects, self.closed)
+
+    def apply(self, model: nn.Module) -> None:
+        """Carries the plan out on `model`, in place: slices every tensor, then brings the modules in line."""
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._change(modules, self.slice)
+        for name, index in self.selects.items():
+            put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
+        for path in self.closed:
+            put_closed(model, path)
+
+    def undo(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Puts zeros where the plan took entries out, in place: the way back from `apply` without `selects` and
+        `closed`.
+
+        Args:
+            model: that it was carried out on.
+            shapes: of all parameters and buffers as they were.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._change(modules, lambda name, tensor: self.spread(name, tensor, shapes[name]))
+
+    def _change(self, modules: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> None:
+        """Puts something new in the place of every tensor that the plan names."""
+        owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
+        for path, module in modules.items():
+            for key in [*module._parameters, *module._buffers]:
+                tensor = getattr(module, key)
+                if tensor is not None:
+                    owners.setdefault(id(tensor), []).append((module, key, f"{path}.{key}".lstrip(".")))
+        touched: dict[int, nn.Module] = {}
+        with torch.no_grad():
+            for places in owners.values():
+                names = [n for _, _, n in places if n in self.rows or n in self.columns]
+                if not names:
+                    continue
+                old = getattr(places[0][0], places[0][1])
+                new: Tensor = change(names[0], old.detach()).contiguous(memory_format=_format(old))
+                if isinstance(old, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=old.requires_grad)
+                for module, key, _ in places:  # tied weights stay tied
+                    members: dict[str, Any] = module._parameters if isinstance(new, nn.Parameter) else module._buffers
+                    members[key] = new
+                    touched[id(module)] = module
+        for module in touched.values():
+            resize(module)
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    last = tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def make_plan(
+    graph: Graph,
+    alive: Mask,
+    *,
+    entries: Mapping[str, Mask] | None = None,
+    evidence: npt.NDArray[np.float64] | None = None,
+    refuse: bool = True,
+) -> Plan:
+    """The plan that removes every unit that is not alive, as far as the network lets it.
+
+    Units come back, those with most evidence first: until each group of a grouped convolution has as many channels as
+    the fullest ("padding"), and one for an axis that is closed as a whole where its layers cannot be taken out. Units
+    of frozen axes always stay.
+
+    Args:
+        graph: what shrinks together.
+        alive: for every unit, whether anything reads it.
+        entries: for weights that get a `Select`, which of their inputs they go on reading.
+        evidence: for every unit, what speaks for it; larger is kept first.
+        refuse: whether a closed axis that nothing carries on without is an error (else one unit of it stays).
+
+    Raises:
+        ClosedAxisError: naming the axis.
+    """
+    entries = entries or {}
+    evidence = np.zeros(len(alive)) if evidence is None else evidence
+    kept = np.array(alive, dtype=bool)
+    spans = list(zip(graph.axes, graph.offsets, strict=False))
+    for axis, start in spans:
+        if axis.frozen is not None:
+            kept[start : start + axis.size] = True
+    empty = [(a, s) for a, s in spans if not kept[s : s + a.size].any()]
+    dead = _dead_readers(graph, kept, entries)
+    carries_on = not dead or graph.carries_on(dead)
+    if refuse and not carries_on:
+        what = [f"every unit of axis `{a.name}`" for a, _ in empty] or [f"every input of `{name}`" for name in dead]
+        raise ClosedAxisError(
+            " and ".join(what)
+            + " is closed and no residual path carries on, so nothing of the input would reach the output; "
+            "`finalize` never takes the last units of an axis"
+        )
+    for axis, start in empty:
+        if not (axis.can_vanish and carries_on):
+            kept[start + int(np.argmax(evidence[start : start + axis.size]))] = True
+    _balance(graph, kept, evidence)
+    return _carry_through(graph, kept, entries)
+
+
+def _dead_readers(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> list[str]:
+    """The weights that read nothing any more."""
+    dead = {name for name, mask in entries.items() if not mask.any()}
+    for tensor, dims in graph.reading.items():
+        units = graph.labels[tensor][dims]
+        if not (kept[units] | (units < 0)).any():
+            dead.add(tensor)
+    return sorted(dead)
+
+
+def _balance(graph: Graph, kept: Mask, evidence: npt.NDArray[np.float64]) -> None:
+    """Lets units come back until every group of every grouped convolution keeps as many channels."""
+    settled = False
+    while not settled:
+        settled = True
+        for groups in graph.balances:
+            stays = kept[groups] | (groups < 0)
+            target = stays.sum(1).max()
+            for row, here in zip(groups, stays, strict=True):
+                short = int(target - here.sum())
+                if short:
+                    settled = False
+                    back = row[~here]
+                    kept[back[np.argsort(-evidence[back], kind="stable")[:short]]] = True
+
+
+def _carry_through(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> Plan:
+    """From units to indices, tensor by tensor."""
+    rows: dict[str, dict[int, Labels]] = {}
+    columns: dict[str, Labels] = {}
+    selects: dict[str, Labels] = {}
+    closed: set[str] = set()
+    for tensor, sites in graph.labels.items():
+        stays = {dims: kept[units] | (units < 0) for dims, units in sites.items()}
+        for dims, stay in stays.items():
+            if len(dims) > 1:
+                inside = stay[stays[(0,)]] if (0,) in stays else stay
+                if not inside.all():
+                    columns[tensor] = np.stack([np.flatnonzero(line) for line in inside])
+                continue
+            if tensor in entries and dims == graph.reading[tensor]:
+                arriving, stay = np.flatnonzero(stay), stay & entries[tensor]
+                if 0 < stay.sum() < len(arriving):
+                    selects[tensor] = np.searchsorted(arriving, np.flatnonzero(stay))
+            if not stay.all():
+                rows.setdefault(tensor, {})[dims[0]] = np.flatnonzero(stay)
+            if not stay.any():
+                closed.add(tensor.rpartition(".")[0])
+    return Plan(kept, rows, columns, selects, frozenset(closed))

@@ -1,0 +1,85 @@
+"""Sizes that modules store, and how they follow from their tensors once these were sliced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+RESIZERS: dict[type[nn.Module], Callable[[Any], None]] = {}
+
+
+def resizes(*types: type[nn.Module]) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    """Registers how a module's attributes follow from the shapes of its tensors."""
+
+    def register(fix: Callable[[Any], None]) -> Callable[[Any], None]:
+        RESIZERS.update(dict.fromkeys(types, fix))
+        return fix
+
+    return register
+
+
+def resize(module: nn.Module) -> None:
+    """Brings a module's attributes in line with its sliced tensors; a type without a resizer has none that matter."""
+    for kind in type(module).__mro__:
+        if kind in RESIZERS:
+            RESIZERS[kind](module)
+            return
+
+
+@resizes(nn.Linear)
+def _linear(m: nn.Linear) -> None:
+    m.out_features, m.in_features = m.weight.shape
+
+
+@resizes(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def _conv(m: nn.Conv2d) -> None:
+    if m.groups > 1 and m.groups == m.in_channels:
+        m.groups = m.weight.shape[0] // (m.out_channels // m.in_channels)
+    m.out_channels, m.in_channels = m.weight.shape[0], m.weight.shape[1] * m.groups
+
+
+@resizes(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def _conv_transpose(m: nn.ConvTranspose2d) -> None:
+    if m.groups > 1 and m.groups == m.in_channels:
+        m.groups = m.weight.shape[0]
+    m.in_channels, m.out_channels = m.weight.shape[0], m.weight.shape[1] * m.groups
+
+
+@resizes(
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+def _norm(m: nn.BatchNorm2d) -> None:
+    size = next((t.shape[0] for t in (m.weight, m.running_mean) if t is not None), m.num_features)
+    m.num_features = size
+
+
+@resizes(nn.GroupNorm)
+def _group_norm(m: nn.GroupNorm) -> None:
+    if m.weight is not None:
+        if m.num_groups == m.num_channels:
+            m.num_groups = m.weight.shape[0]
+        m.num_channels = m.weight.shape[0]
+
+
+@resizes(nn.LayerNorm, nn.RMSNorm)
+def _layer_norm(m: nn.LayerNorm) -> None:
+    if m.weight is not None:
+        m.normalized_shape = tuple(m.weight.shape)
+
+
+@resizes(nn.Embedding, nn.EmbeddingBag)
+def _embedding(m: nn.Embedding) -> None:
+    m.num_embeddings, m.embedding_dim = m.weight.shape
+
+
+@resizes(nn.PReLU)
+def _prelu(m: nn.PReLU) -> None:
+    m.num_parameters = m.weight.shape[0]

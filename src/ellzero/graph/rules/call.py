@@ -1,0 +1,111 @@
+"""Everything that depends on the type of an operation or a layer: how it couples dimensions, what it multiplies, how
+it is resized.
+
+`@couples("linear", …)` registers the rule of an ATen operation: a function of the traced arguments that ties labels
+and returns the output `Value`. `@resizes(nn.Linear, …)` registers what to set on a module after its tensors were
+sliced. An operation without a rule freezes whatever reaches it, with that reason; nothing is ever taken for
+element-wise because it looks so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ellzero.graph import values as lb
+from ellzero.graph.axes import Labels, Role, Ties
+from ellzero.graph.values import Value
+
+
+@dataclass
+class Call:
+    """One operation in the trace: where it says what it ties, its name for messages, the module it runs in, and its
+    output shapes.
+    """
+
+    ties: Ties
+    op: str
+    module: str
+    shapes: list[tuple[int, ...]]
+    batch: int
+    count_macs: bool = True
+    reads: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shapes[0]
+
+    @property
+    def where(self) -> str:
+        return f"`{self.op}`" + (f" in `{self.module}`" if self.module else "")
+
+    def multiplies(
+        self, factor: float, weight: Value | None, left: Labels | None = None, right: Labels | None = None
+    ) -> None:
+        """Records MACs: `factor` for each entry of `weight`, or of `left` × `right` where it is no whole parameter.
+
+        Per example, so the example's batch is divided out.
+        """
+        if not self.count_macs:
+            return
+        source = weight.source if weight is not None else None
+        name = (source.rpartition(".")[0] or source) if source else self.module
+        if weight is not None and source and prod(weight.shape) == prod(self.ties.shapes[source]):
+            self.ties.products.append((name, factor / self.batch, source, None, None))
+        else:
+            kernel = prod(weight.shape[2:]) if weight is not None else 1
+            self.ties.products.append((name, factor * kernel / self.batch, None, left, right))
+
+    def reader(self, weight: Value, atoms: Labels, what: Labels | None, x: Value) -> None:
+        """A contracting dimension of `weight`, whose atoms are `atoms`, reads `what` (the labels of `x` there)."""
+        if what is None:
+            self.ties.freeze(atoms, f"it reads {x.why}")
+        else:
+            self.ties.tie(atoms, what)
+        if weight.source is None:
+            self.ties.freeze(atoms, f"{self.where} reads it by a weight that is computed, not a parameter")
+        else:
+            self.ties.use(atoms, "reads")
+            self.reads += (weight.source,)
+
+    def writer(self, weight: Value, atoms: Labels, role: Role = "writes") -> None:
+        if weight.source is not None:
+            self.ties.use(atoms, role)
+
+    def mixes(self) -> str:
+        return f"{self.where} mixes its units"
+
+
+Rule = Callable[..., Value | list[Value]]
+RULES: dict[str, Rule] = {}
+
+
+def couples(*ops: str) -> Callable[[Rule], Rule]:
+    """Registers the rule of the ATen operations with these names (without overload and trailing underscore)."""
+
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return register
+
+
+def unknown(call: Call, values: Sequence[Value], reason: str | None = None) -> list[Value]:
+    """What happens to an operation without a rule: all that reaches it is frozen, and what comes out is plain."""
+    reason = reason or f"there is no rule for {call.where}"
+    for value in values:
+        lb.freeze(call.ties, value, reason)
+    return [Value(shape, why=f"the output of {call.where}") for shape in call.shapes]
+
+
+def tensors(args: Sequence[Any]) -> list[Value]:
+    found: list[Value] = []
+    for a in args:
+        found += [a] if isinstance(a, Value) else tensors(a) if isinstance(a, list | tuple) else []
+    return found
+
+
+def axis(dim: int, ndim: int) -> int:
+    return dim + ndim if dim < 0 else dim

@@ -1,0 +1,68 @@
+"""Rules for what acts entry by entry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ellzero.graph import values as lb
+from ellzero.graph.rules.call import Call, axis, couples, tensors
+from ellzero.graph.values import Value
+
+UNARY = """relu relu6 gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus mish
+log_sigmoid threshold hardshrink softshrink rrelu exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square pow abs neg
+sin cos tan asin acos atan sinh cosh erf erfc clamp clamp_min clamp_max clip dropout feature_dropout alpha_dropout
+feature_alpha_dropout native_dropout bernoulli sign sgn floor ceil round trunc frac reciprocal nan_to_num logical_not
+bitwise_not isnan isinf isfinite positive zeros_like ones_like full_like rand_like randn_like empty_like fill zero
+fake_quantize_per_tensor_affine"""
+BINARY = """mul multiply div divide true_divide floor_divide remainder fmod maximum minimum fmax fmin eq ne lt le gt ge
+logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill lerp
+addcmul addcdiv atan2 copysign hypot xlogy"""
+
+
+@couples(*UNARY.split(), *BINARY.split())
+def entrywise(call: Call, *args: Any) -> list[Value]:
+    values = tensors(args)
+    return [lb.elementwise(call.ties, values, shape) for shape in call.shapes]
+
+
+@couples(
+    "clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "float", "half", "double", "lift_fresh_copy"
+)
+def same(call: Call, x: Value, *_: Any) -> Value:
+    """The same numbers: what was a parameter still is one."""
+    return x
+
+
+@couples("add", "sub", "rsub", "subtract")
+def addition(call: Call, a: Any, b: Any, *_: Any) -> Value:
+    out = lb.elementwise(call.ties, tensors((a, b)), call.shape)
+    if isinstance(a, Value) and isinstance(b, Value) and a.lineage & b.lineage & ~call.ties.leaves:
+        # Both were computed from one activation, and they are added up: a residual stream.
+        both = [g for g in out.labels if _labelled(a, g, out) and _labelled(b, g, out)]
+        call.ties.streams.extend(out.labels[g] for g in both)
+    return out
+
+
+def _labelled(value: Value, group: lb.Dims, out: Value) -> bool:
+    return any(value.group(d - out.ndim + value.ndim) is not None for d in group if d >= out.ndim - value.ndim)
+
+
+@couples("prelu")
+def prelu(call: Call, x: Value, weight: Value, *_: Any) -> Value:
+    if weight.shape == (1,):  # one slope for all units
+        if weight.source is not None:
+            call.ties.ignored.extend(weight.labels.values())
+        return lb.elementwise(call.ties, [x], call.shape)
+    lift = replace(weight, shape=(*weight.shape, *[1] * (x.ndim - 2)))  # the weight lies along dimension 1
+    return lb.elementwise(call.ties, [x, lift], call.shape)
+
+
+@couples("glu")
+def glu(call: Call, x: Value, dim: int = -1, *_: Any) -> Value:
+    dim = axis(dim, x.ndim)
+    half = x.shape[dim] // 2
+    parts = [lb.take(call.ties, x, dim, np.arange(k * half, (k + 1) * half)) for k in (0, 1)]
+    return lb.elementwise(call.ties, parts, call.shape)

@@ -1,0 +1,299 @@
+"""From a model and an example input to its `Graph`: walks the `torch.export` program and lets the rules of
+`layers.py` speak.
+
+The model is traced twice, in evaluation with the example and in training with the example's batch doubled, into the
+same
+ties: what either run couples is coupled, what either run mixes is frozen. This file knows how to read an exported
+program; what an operation means is in `layers.py`, what ties mean in `axes.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ellzero.graph.axes import Graph, Labels, Step, Ties, unify
+from ellzero.graph.rules import RULES, Call, tensors, unknown
+from ellzero.graph.values import Dims, Value, freeze
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class TraceError(ValueError):
+    """The model cannot be traced with this example input."""
+
+
+def as_inputs(example: Any) -> Inputs:
+    """An example input as positional and keyword arguments: a tuple, a dict (by keyword), or one tensor."""
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, list | tuple):
+        return tuple(example), {}
+    raise TypeError(
+        "`example_inputs` must be a tuple of what the model is called with (or one tensor, or a dict of keyword "
+        f"arguments), got {type(example).__name__}"
+    )
+
+
+def batch_size(inputs: Inputs) -> int:
+    """The leading dimension of the first tensor: what MACs are divided by."""
+    return next((t.shape[0] for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim), 1)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer the first name of the same tensor (tied weights have several)."""
+    first: dict[int, str] = {}
+    members = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(t), name) for name, t in members}
+
+
+@contextmanager
+def mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Runs in one mode and gives every submodule its own flag back."""
+    before = [(m, m.training) for m in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for m, was in before:
+            m.training = was
+
+
+def places(model: nn.Module) -> dict[str, list[str]]:
+    """For each parameter, by its first name, every place that holds it: tied weights have several.
+
+    A module that is registered twice is one place: `functional_call` would swap it twice, and restore the wrong weight.
+    """
+    first: dict[int, str] = {}
+    out: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                name = f"{path}.{key}" if path else key
+                out.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return out
+
+
+def run(model: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
+    """Calls the model, with other weights in place of its own if there are any (by their first names)."""
+    if weights is None:
+        return model(*inputs[0], **inputs[1])
+    where = places(model)
+    everywhere = {place: weight for name, weight in weights.items() for place in where[name]}
+    return functional_call(model, everywhere, inputs[0], inputs[1], tie_weights=False)
+
+
+def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Graph:
+    """Finds what shrinks together in `model`, from one example input.
+
+    Args:
+        model: any module that `torch.export` can trace. It is left as it is.
+        example_inputs: a tuple of what it is called with; one tensor or a dict of keyword arguments will do.
+        limit: seconds after which tracing gives up, naming the operation it was at.
+
+    Returns:
+        The graph of axes; an operation without a rule has frozen the axes that reach it.
+
+    Raises:
+        TraceError: the model rejects the example input, or `torch.export` cannot trace it.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> [(a.name, a.size, a.frozen) for a in trace(net, torch.zeros(1, 4)).axes if not a.frozen]
+        [('0', 3, None)]
+    """
+    inputs = as_inputs(example_inputs)
+    try:
+        model = copy.deepcopy(model)  # a forward may count its calls, or keep what it saw
+    except Exception as error:
+        raise TraceError(
+            f"`model` cannot be copied, and removals are tried out on a copy: {_first_line(error)}"
+        ) from error
+    names = canonical_names(model)
+    owners = {name: name.rpartition(".")[0] for name in set(names.values())}
+    members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    ties = Ties(
+        {name: tuple(t.shape) for name, t in members.items()}, tuple(name for name, _ in model.named_parameters())
+    )
+    with mode(model, False), torch.no_grad():
+        try:
+            run(model, inputs)
+        except Exception as error:
+            raise TraceError(f"the model rejects `example_inputs`: {_first_line(error)}") from error
+    deadline = time.monotonic() + limit
+    walk = _Walk(model, ties, names, deadline)
+    walk.go(inputs, training=False)
+    doubled = _doubled(inputs)
+    if doubled is not None:
+        walk.go(doubled, training=True)
+    return unify(ties, owners)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
+
+
+def _progress(text: str) -> None:
+    """Keeps one line on a terminal up to date; writes nothing anywhere else."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{'ellzero: ' if text else ''}{text}\033[K")
+        sys.stderr.flush()
+
+
+def _doubled(inputs: Inputs) -> Inputs:
+    """The example with its batch twice: a batch dimension that is part of the arithmetic shows itself when it
+    changes.
+    """
+    size = batch_size(inputs)
+
+    def twice(leaf: Any) -> Any:
+        whole = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size
+        return torch.cat([leaf, leaf]) if whole else leaf
+
+    doubled: Inputs = tree_map(twice, inputs)
+    return doubled
+
+
+class _Walk:
+    """One walk over an exported program per call of `go`, all into the same ties."""
+
+    def __init__(self, model: nn.Module, ties: Ties, names: dict[str, str], deadline: float):
+        self.model, self.ties, self.names, self.deadline = model, ties, names, deadline
+        self.modules = dict(model.named_modules())
+
+    def go(self, inputs: Inputs, training: bool) -> None:
+        with mode(self.model, training), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch has to say about exporting is not about what the user does
+            try:
+                program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
+            except Exception as error:
+                if training:
+                    # A model that only takes this batch size, or has no training mode of its own: the first walk
+                    # stands.
+                    return
+                raise TraceError(
+                    "`torch.export` cannot trace the model with `example_inputs` (data-dependent control flow is a "
+                    f"common cause; axes can be passed by hand as `axes`): {_first_line(error)}"
+                ) from error
+        signature = program.graph_signature
+        members = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        values: dict[torch.fx.Node, Any] = {}
+        nodes = list(program.graph.nodes)
+        self.index = {node: number for number, node in enumerate(nodes)}
+        self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
+        for number, node in enumerate(nodes):
+            now = time.monotonic()
+            if now > self.deadline:
+                raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
+            _progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
+            values[node] = self._value(node, number, values, members, inputs, training)
+            self._link(node, number, values, training)
+        _progress("")
+
+    def _value(
+        self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], inputs: Inputs, training: bool
+    ) -> Any:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor):
+                return value
+            if node.name in members:
+                name = self.names[members[node.name]]
+                if node.users:
+                    self.ties.reached.add(name)
+                labels: dict[Dims, Labels] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
+                # A buffer cannot be gated, so as a weight it counts as computed; its dimensions can be sliced like
+                # any other's.
+                return Value(tuple(value.shape), labels, f"`{name}`", name if name in self.ties.parameters else None)
+            kind = "a constant of the model" if node.name.startswith(("c_", "lifted")) else "the model's input"
+            return Value(tuple(value.shape), why=f"{kind} `{node.name}`")
+        if node.op == "output":
+            for value in tensors(torch.fx.node.map_arg(node.args, lambda n: values[n])):
+                freeze(self.ties, value, "it is the model's output")
+            return None
+        if node.op == "get_attr":
+            return None
+        if node.target is operator.getitem:
+            return values[node.args[0]][node.args[1]]
+        args = _bound(node, values)
+        call = self._call(node, training, inputs)
+        if call.op.startswith(("_assert", "sym_")) or not call.shapes:
+            return None
+        rule = RULES.get(call.op)
+        result = rule(call, *args) if rule else unknown(call, tensors(args))
+        for name in call.reads:
+            owner = name.rpartition(".")[0]
+            own = call.module == owner and isinstance(self.modules.get(owner), _LAYERS)
+            self.ties.in_own_module[name] = own and self.ties.in_own_module.get(name, True)
+        for value in tensors(args):
+            if value.source is not None and rule is None:
+                self.ties.in_own_module[value.source] = False
+        node.meta["ellzero_reads"] = call.reads
+        several = isinstance(node.meta.get("val"), list | tuple)
+        # Fresh objects: a rule may hand an argument back, and its place in the forward must not change.
+        made = [replace(v) for v in (result if isinstance(result, list) else [result])]
+        return made if several else made[0]
+
+    def _call(self, node: Any, training: bool, inputs: Inputs) -> Call:
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else ""
+        target = node.target
+        name = (
+            target._schema.name.split("::")[-1]
+            if hasattr(target, "_schema")
+            else str(getattr(target, "__name__", target))
+        )
+        name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+        shapes = [tuple(t.shape) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        return Call(self.ties, name, module, shapes, batch_size(inputs), count_macs=not training)
+
+    def _link(self, node: Any, number: int, values: dict[Any, Any], training: bool) -> None:
+        """Gives the value its place in the forward: its step, and the bit set of the steps it depends on."""
+        sources = [n for n in node.all_input_nodes if values.get(n) is not None]
+        ancestors = 0
+        for source in sources:
+            for value in tensors([values[source]]):
+                ancestors |= value.lineage
+        made = tensors([values[node]])
+        if node.target is not operator.getitem:
+            for value in made:
+                value.step, value.ancestors = number, ancestors
+        if not training:
+            is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
+            self.ties.steps.append(
+                Step(
+                    tuple(self.index[n] for n in node.all_input_nodes),
+                    node.meta.get("ellzero_reads", ()),
+                    is_input,
+                    node.op == "output",
+                )
+            )
+
+
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _bound(node: Any, values: dict[Any, Any]) -> list[Any]:
+    """All arguments of the operation in the order of its schema, defaults filled in."""
+    args = list(torch.fx.node.map_arg(node.args, lambda n: values[n]))
+    kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: values[n])
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return [*args, *kwargs.values()]
+    for argument in schema.arguments[len(args) :]:
+        args.append(kwargs.get(argument.name, argument.default_value))
+    return args

@@ -1,0 +1,278 @@
+"""How labels move through shapes: the algebra that every rule in `layers.py` is written in.
+
+A `Value` is a tensor of the traced forward without its numbers: its shape, and for each dimension that carries units
+the atoms at its entries. A label usually lies along one dimension; after a reshape it may lie on several at once
+("joint": the two halves of a channel shuffle, the three dimensions of a pixel shuffle). A dimension without a label
+is *plain*: batch, time, space.
+
+The invariant that makes the result sound: an operation either carries every label of its inputs to all entries of the
+output that depend on the unit, or consumes it by a weight's contracting dimension, or freezes it. Nothing here knows
+an operation's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import numpy as np
+
+from ellzero.graph.axes import Labels, Ties
+
+Dims = tuple[int, ...]
+_LARGEST_JOINT = 50_000_000  # entries; beyond that a joint label costs more than it is worth
+
+
+@dataclass
+class Value:
+    """A traced tensor: its shape, its labels by dimension(s), and why its plain dimensions are plain.
+
+    Args:
+        shape: the shape in the trace.
+        labels: atoms by the sorted dimensions that they lie on.
+        why: for error messages, what a plain dimension of this tensor is.
+        source: the parameter or buffer that this is a view of, entry for entry.
+        step: number of the operation that made it.
+        ancestors: bit set of the operations that it depends on.
+    """
+
+    shape: tuple[int, ...]
+    labels: dict[Dims, Labels] = field(default_factory=dict)
+    why: str = "a dimension that no parameter carries"
+    source: str | None = None
+    step: int = -1
+    ancestors: int = 0
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def lineage(self) -> int:
+        """Bit set of the operations that it depends on, its own included."""
+        return self.ancestors | (1 << self.step) if self.step >= 0 else self.ancestors
+
+    def group(self, dim: int) -> Dims | None:
+        """The dimensions of the label that covers `dim`, if any."""
+        return next((g for g in self.labels if dim in g), None)
+
+
+def freeze(ties: Ties, value: Value, reason: str, dims: Sequence[int] | None = None) -> None:
+    """Freezes the labels on `dims` (default: all)."""
+    for group, atoms in value.labels.items():
+        if dims is None or set(dims) & set(group):
+            ties.freeze(atoms, reason)
+
+
+def narrow(ties: Ties, value: Value, dims: Sequence[int]) -> None:
+    """Takes labels off `dims` where they lie on others too: all that differ only there become one unit."""
+    for group in [g for g in value.labels if set(dims) & set(g) and not set(g) <= set(dims)]:
+        rest = tuple(d for d in group if d not in dims)
+        atoms = value.labels.pop(group)
+        first = atoms[tuple(slice(None) if d in rest else slice(1) for d in group)]
+        ties.tie(np.broadcast_to(first, atoms.shape), atoms)
+        value.labels[rest] = first.reshape([value.shape[d] for d in rest])
+
+
+def single(ties: Ties, value: Value, dim: int) -> Labels | None:
+    """The atoms along one dimension. A joint label is narrowed to it."""
+    group = value.group(dim)
+    if group is None:
+        return None
+    narrow(ties, value, [d for d in group if d != dim])
+    return value.labels[(dim,)]
+
+
+def solid(ties: Ties, value: Value, dim: int) -> Labels:
+    """The atoms along one dimension, made up and frozen where the dimension is plain."""
+    atoms = single(ties, value, dim)
+    if atoms is None:
+        atoms = ties.fresh(value.shape[dim])
+        ties.freeze(atoms, f"it meets {value.why}")
+    return atoms
+
+
+def without(ties: Ties, value: Value, dims: Sequence[int], reason: str) -> dict[Dims, Labels]:
+    """The labels that survive mixing along `dims`: what lies there alone is frozen, the others are carried on."""
+    narrow(ties, value, dims)
+    freeze(ties, value, reason, dims)
+    return {g: a for g, a in value.labels.items() if not set(g) & set(dims)}
+
+
+def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> Value:
+    """Entry by entry with broadcasting: labels that meet at a dimension of the output are tied."""
+    for value in values:
+        if value.source is not None:
+            for atoms in value.labels.values():
+                ties.use(atoms, "rides")
+    placed = [_broadcast(ties, v, shape) for v in values]
+    labels: dict[Dims, Labels] = {}
+    for block in _blocks([g for labelled, _, _ in placed for g in labelled], len(shape)):
+        if any(_within(labelled, block) not in ([], [block]) for labelled, _, _ in placed):
+            block_dims = {g[0] for labelled, _, _ in placed for g in _within(labelled, block) if len(g) == 1}
+            if len(block_dims) == 1:
+                block = (block_dims.pop(),)
+                _narrow(ties, placed, block[0], shape)
+            else:
+                for labelled, _, _ in placed:
+                    for g in _within(labelled, block):
+                        ties.freeze(labelled[g], "two axes that are laid out differently meet in it")
+                continue
+        met = [labelled[block] for labelled, _, _ in placed if block in labelled]
+        if not met:
+            continue
+        for other in met[1:]:
+            ties.tie(met[0], other)
+        meets = [why for labelled, full, why in placed if block not in labelled and full.intersection(block)]
+        if meets:
+            ties.freeze(met[0], f"it meets {meets[0]}")
+        if not meets or any(shape[d] > 1 for d in block):  # a single frozen entry is as good as plain
+            labels[block] = met[0]
+    return Value(shape, labels, next((v.why for v in values), Value.why))
+
+
+def _broadcast(ties: Ties, value: Value, shape: tuple[int, ...]) -> tuple[dict[Dims, Labels], set[int], str]:
+    """The labels of one operand at the dimensions of the output, and the dimensions that it fills."""
+    shift = len(shape) - value.ndim
+    full = {d + shift for d in range(value.ndim) if value.shape[d] == shape[d + shift]}
+    out = {}
+    for group, atoms in value.labels.items():
+        moved = tuple(d + shift for d in group)
+        if full.issuperset(moved):
+            out[moved] = atoms
+        else:
+            ties.freeze(atoms, "one unit of it is broadcast over many entries")
+            if value.source is not None:
+                ties.ignored.append(atoms)  # the ones in a parameter's shape (C, 1, 1) are no units
+    return out, full, value.why
+
+
+def _blocks(groups: Sequence[Dims], ndim: int) -> list[Dims]:
+    """Sets of dimensions that joint labels hold together."""
+    blocks: list[set[int]] = []
+    for group in groups:
+        touching = [b for b in blocks if b & set(group)]
+        blocks = [b for b in blocks if not b & set(group)] + [set(group).union(*touching)]
+    return [tuple(sorted(b)) for b in blocks]
+
+
+def _within(labelled: dict[Dims, Labels], block: Dims) -> list[Dims]:
+    return [g for g in labelled if set(g) <= set(block)]
+
+
+def _narrow(
+    ties: Ties, placed: list[tuple[dict[Dims, Labels], set[int], str]], dim: int, shape: tuple[int, ...]
+) -> None:
+    for labelled, _, _ in placed:
+        for group in [g for g in labelled if len(g) > 1 and dim in g]:
+            one = Value(shape, {group: labelled.pop(group)})
+            labelled[(dim,)] = single(ties, one, dim)  # type: ignore[assignment]
+
+
+def permute(value: Value, order: Sequence[int]) -> Value:
+    """With the dimensions in another order."""
+    labels = {}
+    for group, atoms in value.labels.items():
+        at = [d for d, old in enumerate(order) if old in group]
+        labels[tuple(at)] = atoms.transpose([group.index(order[d]) for d in at])
+    return replace(value, shape=tuple(value.shape[d] for d in order), labels=labels)
+
+
+def take(ties: Ties, value: Value, dim: int, index: Labels) -> Value:
+    """The entries `index` of one dimension, in that order."""
+    labels = {g: np.take(a, index, g.index(dim)) if dim in g else a for g, a in value.labels.items()}
+    shape = (*value.shape[:dim], len(index), *value.shape[dim + 1 :])
+    return replace(value, shape=shape, labels=labels)
+
+
+def drop(ties: Ties, value: Value, dim: int, reason: str) -> Value:
+    """Without one dimension: what lay on it is frozen."""
+    kept = without(ties, value, [dim], reason)
+    labels = {tuple(d - (d > dim) for d in g): a for g, a in kept.items()}
+    return replace(value, shape=value.shape[:dim] + value.shape[dim + 1 :], labels=labels)
+
+
+def insert(value: Value, dim: int) -> Value:
+    """With a new plain dimension of size one."""
+    labels = {tuple(d + (d >= dim) for d in g): a for g, a in value.labels.items()}
+    return replace(value, shape=(*value.shape[:dim], 1, *value.shape[dim:]), labels=labels)
+
+
+def concat(ties: Ties, values: Sequence[Value], dim: int, shape: tuple[int, ...]) -> Value:
+    """One after the other along `dim`; at the other dimensions labels are tied."""
+    rest = []
+    for value in values:
+        single(ties, value, dim)
+        rest.append(
+            Value(
+                (*value.shape[:dim], 1, *value.shape[dim + 1 :]),
+                {g: a for g, a in value.labels.items() if dim not in g},
+                value.why,
+            )
+        )
+    out = elementwise(ties, rest, (*shape[:dim], 1, *shape[dim + 1 :]))
+    out.shape = shape
+    if any(v.group(dim) for v in values):
+        out.labels[(dim,)] = np.concatenate([solid(ties, v, dim) for v in values])
+    return out
+
+
+def reshape(ties: Ties, value: Value, shape: tuple[int, ...]) -> Value:
+    """The same entries in row-major order under another shape."""
+    if shape == value.shape:
+        return value
+    labels: dict[Dims, Labels] = {}
+    for old, new in _chunks(value, shape):
+        groups = [g for g in value.labels if set(g) & set(old)]
+        if not groups:
+            continue
+        if len(old) == len(new) == 1:
+            labels[tuple(new)] = value.labels[groups[0]]
+            continue
+        size = prod(value.shape[d] for d in old)
+        if len(groups) > 1 or size > _LARGEST_JOINT:
+            for g in groups:
+                ties.freeze(value.labels[g], "a reshape lays it out together with another axis")
+            continue
+        group, atoms = groups[0], value.labels[groups[0]]
+        spread = atoms.reshape([value.shape[d] if d in group else 1 for d in old])
+        laid = np.broadcast_to(spread, [value.shape[d] for d in old]).reshape([shape[d] for d in new])
+        varying = [k for k in range(laid.ndim) if laid.shape[k] > 1 and (laid != laid.take([0], k)).any()]
+        if not varying:  # a single unit: it needs a dimension of its own to be removable
+            ones = [k for k in range(laid.ndim) if laid.shape[k] == value.shape[group[0]] or laid.ndim == 1]
+            if not ones:
+                ties.freeze(atoms, "a reshape lays its only unit over other dimensions")
+                continue
+            varying = ones[:1]
+        pick = tuple(slice(None) if k in varying else 0 for k in range(laid.ndim))
+        labels[tuple(new[k] for k in varying)] = np.ascontiguousarray(laid[pick])
+    return replace(value, shape=shape, labels=labels)
+
+
+def _chunks(value: Value, shape: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """The shortest runs of old and new dimensions with equal products; runs that one joint label spans are joined."""
+    runs: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < value.ndim and j < len(shape):
+        old, new = [i], [j]
+        a, b = value.shape[i], shape[j]
+        while a != b:
+            if a < b:
+                i += 1
+                old.append(i)
+                a *= value.shape[i]
+            else:
+                j += 1
+                new.append(j)
+                b *= shape[j]
+        runs.append((old, new))
+        i, j = i + 1, j + 1
+    runs.extend(([k], []) for k in range(i, value.ndim))
+    runs.extend(([], [k]) for k in range(j, len(shape)))
+    for group in value.labels:
+        hit = [k for k, (old, _) in enumerate(runs) if set(old) & set(group)]
+        if len(hit) > 1:
+            span = runs[hit[0] : hit[-1] + 1]
+            runs[hit[0] : hit[-1] + 1] = [([d for old, _ in span for d in old], [d for _, new in span for d in new])]
+    return runs

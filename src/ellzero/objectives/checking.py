@@ -1,0 +1,96 @@
+"""What arguments must be, and the sentences that say so."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from numbers import Real
+
+from ellzero.gated.module import Gated
+from ellzero.objectives.costs import Cost, dense
+
+
+class WeakMemory:
+    """Remembers one object without keeping it alive; copies and unpickled ones start empty, and so check again."""
+
+    def __init__(self) -> None:
+        self._ref: Callable[[], object] = object  # a new one each time: nothing is held
+
+    def __reduce__(self) -> tuple[type[WeakMemory], tuple[()]]:
+        return WeakMemory, ()
+
+    def holds(self, thing: object) -> bool:
+        return self._ref() is thing
+
+    def keep(self, thing: object) -> None:
+        self._ref = weakref.ref(thing)
+
+
+def stranger(sizes: Mapping[str, int], original: Mapping[str, int]) -> str | None:
+    """Why gates of these sizes cannot be what is left of the original ones, or None: shrinking only removes."""
+    unknown = [name for name in sizes if name not in original]
+    if unknown:
+        return f"it has gates {unknown}, where {list(original)} are known"
+    grown = [name for name, size in sizes.items() if size > original[name]]
+    if grown:
+        return "; ".join(f"{name} has {sizes[name]} gates instead of {original[name]}" for name in grown)
+    return None if sizes else "it has no gates"
+
+
+def dense_of(argument: str, cost: Cost, gated: Gated, group: str | None) -> float:
+    """The dense cost of a group; refuses one that is empty, in the words of who named it."""
+    must = f"`{argument}` must name what `{name_of(cost)}` counts, got {group!r}"
+    try:
+        whole = dense(cost, gated, only=group)
+    except ValueError as error:
+        why = str(error).replace("`only`", "it")  # what the user wrote has another name
+        raise (error if group is None else ValueError(f"{must}: {why}")) from error
+    if not whole > 0:
+        raise ValueError(f"{must}, where the dense cost is {whole:g}")
+    return whole
+
+
+def function_of(cost: object) -> object:
+    while isinstance(cost, functools.partial):
+        cost = cost.func
+    return cost
+
+
+def name_of(cost: object) -> str:
+    function = function_of(cost)
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def check_callable(argument: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"`{argument}` must be a function of a Gated such as l0_norm, got {value!r}")
+
+
+def check_number(what: str, value: object, accepts: Callable[[float], bool]) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not accepts(float(value)):
+        raise ValueError(f"{what}, got {value!r}")
+    return float(value)
+
+
+def check_count(argument: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"`{argument}` must be a positive integer, got {value!r}")
+    return value
+
+
+def check_groups(argument: str, what: str, value: object, accepts: Callable[[float], bool]) -> dict[str | None, float]:
+    """One number, under None, or a number for each pattern."""
+    if not isinstance(value, Mapping):
+        return {None: check_number(what, value, accepts)}
+    if not value:
+        raise ValueError(f"{what}, or a dictionary of them, got {value!r}")
+    for pattern in value:
+        if not isinstance(pattern, str):
+            raise ValueError(f"`{argument}` must have patterns as keys, got {pattern!r}")
+    return {pattern: check_number(f"{what}, for {pattern!r} too", number, accepts) for pattern, number in value.items()}
+
+
+def check_fractions(at_most: object) -> dict[str | None, float]:
+    return check_groups("at_most", "`at_most` is a fraction of the dense cost in (0, 1]", at_most, lambda x: 0 < x <= 1)

@@ -1,0 +1,267 @@
+"""What a network costs: pure functions `Gated -> scalar`, in expectation over the gates or as kept now.
+
+`l0_norm` and `l2_norm` are the papers' sums over gates; `params`, `macs` and `units` are of the network that
+`compact` would give. All of them take `kept=True` for the cost with the test-time gates (P(z ≠ 0) and "test-time gate
+> 0" are different things), and `only="pattern"` for a part. They ask a `Gated` what is open and never how a gate
+works. A cost of your own is a function with the same signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ellzero.gated.module import Gated
+from ellzero.gated.placements import Placement
+
+
+class Cost(Protocol):
+    """A function from a `Gated` to a scalar tensor: absolute cost, differentiable unless `kept`."""
+
+    def __call__(self, gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor: ...
+
+
+def l0_norm(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
+    """The number of non-zero weights among those that gates count.
+
+    E‖θ‖₀ = Σ_g |g| · P(z_g ≠ 0) (Louizos et al., eqs. 12 and 16). A weight that several gates count is there with the
+    product of their probabilities; under `per_layer` each weight counts under its own layer's gate alone.
+
+    Args:
+        gated: the network.
+        kept: count what is open at test time instead.
+        only: pattern of gate names.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+        >>> from ellzero.gated.attaching import attach
+        >>> dense(l0_norm, attach(net, torch.zeros(1, 4)))  # 3 gates on the second layer's inputs, 2 weights each
+        6.0
+    """
+    p = _open(gated, kept)
+    counts, shared = _counted(gated, only, p.dtype)
+    total = p @ counts
+    for tensor, sites in shared.items():
+        factor = _product(gated, gated.graph.shapes[tensor], sites, p)
+        total = total + factor.sum() * (prod(gated.graph.shapes[tensor]) / factor.numel())
+    return total
+
+
+def l2_norm(gated: Gated, *, kept: bool = False, only: str | None = None, detach_gates: bool = False) -> Tensor:
+    """The squared norm of the weights that gates count, each as likely there as its gates are open.
+
+    E‖θ̂‖₂² = Σ_g P(z_g ≠ 0) Σ_j θ̃_j² (Louizos et al., eqs. 14, 15 and 17). Where it acts, the optimizer's own weight
+    decay must be 0 (`Gated.param_groups(counted_weight_decay=0)`). Weights that `Gated.shrink` took out have no norm.
+
+    Args:
+        gated: the network.
+        kept: sum over what is open at test time instead.
+        only: pattern of gate names.
+        detach_gates: let it shrink the weights and leave the gates alone.
+    """
+    p = _open(gated, kept)
+    p = p.detach() if detach_gates else p
+    members = dict(gated.model.named_parameters())
+    total = p.new_zeros(())
+    for tensor, sites in _counting_sites(gated, only, gated.present).items():
+        factor = _product(gated, members[tensor].shape, sites, p)
+        square = members[tensor].to(p.dtype).square()
+        summed = [d for d in range(square.ndim) if factor.shape[d] == 1 and square.shape[d] > 1]
+        total = total + ((square.sum(summed, keepdim=True) if summed else square) * factor).sum()
+    return total
+
+
+def params(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
+    """The parameters of the network that `compact` would give.
+
+    For a weight E[n_out]·E[n_in], units alive as in `ellzero.gated.alive`: a unit with several readers is alive if any
+    is open, an input under a map's gate and its own if both are. `Select` costs nothing. In expectation, the channels
+    that come back to make the groups of a grouped convolution equal are not counted, nor is the one unit that stays
+    where a closed axis cannot be taken out; an unstructured gate counts as removing an input only if all gates of its
+    column are closed, rows and columns taken as independent; so are two units of one weight that a placement of your
+    own puts under one gate. `kept=True` is exact: it is the size of what `compact` returns.
+
+    Args:
+        gated: the network.
+        kept: count what is open at test time instead.
+        only: pattern of module names.
+    """
+    return _total("params", gated, kept, only)
+
+
+def macs(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
+    """The multiply-accumulates for one example in the network that `compact` would give, with the conventions of
+    `params`.
+
+    One example is the example input divided by the size of its first tensor's leading dimension: with sequences
+    first, or without a batch, absolute numbers are off by that factor, fractions are not. Counted are linear layers,
+    convolutions and matrix products (attention included), at the example input's size. The papers' FLOPs are two per
+    MAC.
+
+    Args:
+        gated: the network.
+        kept: count what is open at test time instead.
+        only: pattern of module names.
+
+    Raises:
+        ValueError: if the axes were given by hand, so that no forward was traced.
+    """
+    return _total("macs", gated, kept, only)
+
+
+def units(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
+    """The units that gates decide about and that are alive; inputs that a `Select` picks count as units.
+
+    Args:
+        gated: the network.
+        kept: count what is open at test time instead.
+        only: pattern of axis names.
+    """
+    return _total("units", gated, kept, only)
+
+
+def dense(cost: Cost, gated: Gated, only: str | None = None) -> float:
+    """The cost of the dense network, that fractions refer to: every gate open."""
+    _check(gated)
+    with torch.no_grad(), gated.assuming(torch.ones(gated.liveness.size)):
+        return float(_call(cost, gated, False, only))
+
+
+def floor(cost: Cost, gated: Gated, only: str | None = None, *, kept: bool = False) -> tuple[float, list[str]]:
+    """The least that the gates can reach, every one of them closed, and the layers that make it, most expensive
+    first.
+    """
+    _check(gated)
+    with torch.no_grad(), gated.assuming(torch.zeros(gated.liveness.size)):
+        least = float(_call(cost, gated, kept, only))
+        layers = breakdown(cost, gated, kept=kept, only=only)
+    return least, [name for name, c in sorted(layers.items(), key=lambda item: -item[1]) if c > 0]
+
+
+def breakdown(cost: Cost, gated: Gated, *, kept: bool = False, only: str | None = None) -> dict[str, float]:
+    """What each layer (for `params`, `macs`) or axis (for `units`) costs; empty for a cost that has no such parts."""
+    _check(gated)
+    which = {params: "params", macs: "macs", units: "units"}.get(cost)
+    if which is None:
+        return {}
+    with torch.no_grad():
+        census, terms, chosen = _terms(which, gated, kept, only)
+    out: dict[str, float] = {}
+    for name, term, take in zip(census.names, terms.tolist(), chosen, strict=True):
+        if take:
+            out[name] = out.get(name, 0.0) + term
+    return out
+
+
+# ---------------------------------------------------------------- inside
+
+
+def _check(gated: Any) -> None:
+    if not isinstance(gated, Gated):
+        raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
+
+
+def _call(cost: Cost, gated: Gated, kept: bool, only: str | None) -> Tensor:
+    """Calls a cost with the arguments that are not at their defaults, so that a plain function of a `Gated` will do
+    where no more is asked.
+    """
+    _check(gated)
+    extra: dict[str, Any] = ({"kept": True} if kept else {}) | ({"only": only} if only is not None else {})
+    return cost(gated, **extra)
+
+
+def _open(gated: Gated, kept: bool) -> Tensor:
+    _check(gated)
+    return gated.opens().double() if kept else gated.prob_open()
+
+
+def _matches(names: Sequence[str], only: str | None, what: str) -> list[bool]:
+    chosen = [only is None or fnmatchcase(name, only) for name in names]
+    if not any(chosen):
+        raise ValueError(
+            f"`only` must match the name of {what}, got {only!r}, and there are {', '.join(dict.fromkeys(names))}"
+        )
+    return chosen
+
+
+def _total(which: str, gated: Gated, kept: bool, only: str | None) -> Tensor:
+    _check(gated)
+    _, terms, chosen = _terms(which, gated, kept, only)
+    if all(chosen):
+        return terms.sum()
+    key = ("rows", which, only)
+    if key not in gated.memo:  # once: a mask would ask the device how many there are, which no graph can
+        gated.memo[key] = torch.tensor([i for i, c in enumerate(chosen) if c], device=terms.device)
+    return terms[gated.memo[key]].sum()
+
+
+def _terms(which: str, gated: Gated, kept: bool, only: str | None) -> tuple[Any, Tensor, list[bool]]:
+    census = gated.census[which]
+    if census is None:
+        raise ValueError(f"`{which}` needs a traced forward, and the axes of this network were given by hand")
+    key = ("chosen", which, only)
+    if key not in gated.memo:  # once: no graph can match patterns
+        gated.memo[key] = [True] * len(census.names) if only is None else _matches(census.names, only, "a layer")
+    chosen: list[bool] = gated.memo[key]
+    if kept:
+        home = gated.tables["ends"].device
+        return census, torch.as_tensor(census.kept(gated.plan(refuse=False)), device=home), chosen
+    return census, census.expected(*gated.alive(), gated.census_tables[which]), chosen
+
+
+def _counting_sites(
+    gated: Gated, only: str | None, placements: Sequence[Placement]
+) -> dict[str, list[tuple[int, Placement, Any]]]:
+    """For each tensor the sites that count it: where their gates start, and the site."""
+    chosen = _matches([p.name for p in gated.placements], only, "a set of gates")
+    out: dict[str, list[tuple[int, Placement, Any]]] = {}
+    start = 0
+    for placement, take in zip(placements, chosen, strict=True):
+        for site in placement.counts if take else ():
+            out.setdefault(site.tensor, []).append((start, placement, site))
+        start += prod(placement.shape)
+    return out
+
+
+def _counted(gated: Gated, only: str | None, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+    """How many weights each gate counts alone, and the tensors that several sets of gates count."""
+    key = ("counted", only, dtype)
+    if key not in gated.memo and torch.compiler.is_compiling():  # which tensors are shared cannot be asked in a graph
+        none = torch.zeros(gated.liveness.size, dtype=dtype, device=gated.tables["ends"].device)
+        return none, _counting_sites(gated, only, gated.placements)
+    if key not in gated.memo:
+        counts = torch.zeros(gated.liveness.size, dtype=torch.float64)
+        shared = {}
+        for tensor, sites in _counting_sites(gated, only, gated.placements).items():
+            start, _, site = sites[0]
+            if len(sites) > 1 or (site.units < 0).any():
+                shared[tensor] = sites
+                continue
+            each = prod(gated.graph.shapes[tensor]) / site.units.size
+            counts += each * torch.bincount(torch.as_tensor(site.units).flatten() + start, minlength=len(counts))
+        gated.memo[key] = counts.to(gated.tables["ends"].device, dtype), shared
+    found: tuple[Tensor, dict[str, Any]] = gated.memo[key]
+    return found
+
+
+def _product(gated: Gated, shape: Sequence[int], sites: Sequence[Any], p: Tensor) -> Tensor:
+    """The product of the probabilities of all gates that count a tensor of `shape`, in one that broadcasts to it."""
+    extended = torch.cat([p, p.new_ones(1)])
+    out: Tensor | None = None
+    for start, _, site in sites:
+        key = ("index", start, site.tensor, site.dims, tuple(shape))
+        index = gated.memo.get(key)
+        if index is None:
+            index = torch.as_tensor(site.units, device=p.device)
+            index = torch.where(index < 0, len(p), index + start)
+            if not torch.compiler.is_compiling():  # once: a captured step cannot bring it to the device
+                gated.memo[key] = index
+        factor = extended[index].reshape([shape[d] if d in site.dims else 1 for d in range(len(shape))])
+        out = factor if out is None else out * factor
+    assert out is not None
+    return out

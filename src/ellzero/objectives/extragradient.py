@@ -1,0 +1,80 @@
+"""Extra-gradient: every step is taken with the gradient at a look-ahead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ellzero.objectives.constraint import Constraint
+
+
+def extra_gradient_step(
+    constraint: Constraint, optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor]
+) -> Tensor:
+    """One extra-gradient step of weights, gates and multipliers (Korpelevich, 1976; Gallego-Posada et al., sec. 3.3).
+
+    With ω = (θ, φ, λ) and F the gradients of the Lagrangian (descent in θ and φ, ascent in λ): ω' = ω − η·F(ω), then
+    ω ← ω − η·F(ω'). It replaces `backward()`, `optimizer.step()` and `ascend()`, at two gradients and a copy of the
+    parameters per step. Any optimizer whose `step()` needs no closure will do: the look-ahead is a full step of it,
+    undone before the second. What the optimizer remembers (momentum, Adam's moments and step count) is undone too, and
+    so takes in the second gradient alone, once per step; ExtraAdam of Gidel et al. takes in both. The same holds for
+    the dual optimizer; Korpelevich's own is `GradientAscent(restarts=False)`.
+
+    Args:
+        constraint: the constraint in the Lagrangian.
+        optimizer: the optimizer of weights and gates.
+        closure: evaluates the Lagrangian, loss + constraint(gated); clearing gradients and `backward()` are done here.
+            It is called twice: gates draw new noise and batch-norm statistics move each time.
+
+    Returns:
+        The Lagrangian at the starting point, detached.
+
+    Raises:
+        RuntimeError: if the closure does not call the constraint in training mode. Parameters, the optimizer's state
+            and the multipliers are as before then, and after any error of the closure.
+
+    Example:
+        >>> import torch, ellzero as l0
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> x = torch.randn(3, 4)
+        >>> gated = l0.attach(model, (x,))
+        >>> budget = l0.Constraint(l0.params, at_most=0.5)
+        >>> adam = torch.optim.Adam(gated.parameters())
+        >>> value = l0.extra_gradient_step(budget, adam, lambda: gated(x).square().mean() + budget(gated))
+        >>> int(adam.state[next(gated.parameters())]["step"])
+        1
+    """
+
+    def gradient() -> Tensor:
+        optimizer.zero_grad()
+        lagrangian = closure()
+        lagrangian.backward()
+        return lagrangian.detach()
+
+    value = gradient()
+    point = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    memory = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
+    dual = {name: buffer.clone() for name, buffer in constraint.named_buffers()}
+    ascents, fresh = constraint._ascents, constraint._fresh
+    try:
+        optimizer.step()
+        constraint.ascend()
+        gradient()
+        seen, fresh_seen = constraint.violation.clone(), constraint._fresh
+    finally:
+        with torch.no_grad():
+            for p, before in point:
+                p.copy_(before)
+        optimizer.state.clear()
+        optimizer.state.update(memory)
+        for name, buffer in constraint.named_buffers():
+            buffer.copy_(dual[name])
+        constraint._ascents, constraint._fresh = ascents, fresh
+    constraint.violation.copy_(seen)
+    constraint._fresh = fresh_seen
+    constraint.ascend()
+    optimizer.step()
+    return value

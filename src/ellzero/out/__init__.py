@@ -1,0 +1,1 @@
+"""The way out: closing, taking out, writing to a file, reporting."""

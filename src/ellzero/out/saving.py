@@ -1,0 +1,286 @@
+"""Saving what comes out: `save(small, path)` writes a compact network, `load(fresh, path)` makes a dense one into it.
+
+The file is safetensors: tensors, and a header of plain JSON that says which layers have a `Select` or are `Closed`,
+which names share a tensor, and in how many groups convolutions work. There is no pickle in it and no code; the class of
+the network is the user's to bring. This file knows how a smaller network differs from a dense one, not why it does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor, nn
+
+from ellzero.gated.module import Gated
+from ellzero.graph.resizing import resize
+from ellzero.graph.standins import Closed, Select, put_closed, put_select
+from ellzero.graph.tracing import canonical_names
+
+FORMAT, FORMAT_VERSION = "ellzero.compact", 1
+M = TypeVar("M", bound=nn.Module)
+
+
+def installed_version() -> str:
+    """The version of this package, as installed."""
+    try:
+        return version("ellzero")
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a network differs from the dense one beyond the shapes of its tensors. Plain data: it is the file's header.
+
+    Args:
+        network: name of the class, for messages.
+        selects: layers with a `Select` in front.
+        closed: layers that are `Closed`, with the number of outputs each still has, and `None` for an identity.
+        tied: for each further name of a tensor the name that it is stored under.
+        groups: the number of groups of every convolution, which its shapes alone do not say.
+    """
+
+    network: str
+    selects: list[str] = field(default_factory=list)
+    closed: dict[str, int | None] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+
+
+def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes a compact network to a file that `load` reads.
+
+    Parameters and buffers are written as they are, buffers that are not in the state dict included; tied weights are
+    written once. The file appears when it is complete: a crash half-way leaves what was there before.
+
+    Args:
+        small: what `compact` or `fold` returned, or any plain module.
+        path: where to.
+
+    Raises:
+        TypeError: `small` is gated still, or `path` is not a path.
+        ValueError: a module of `small` keeps state that is not a tensor (`get_extra_state`).
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(nn.Linear(3, 2), Path(folder, "small.safetensors"))
+        ...     load(nn.Linear(4, 5), Path(folder, "small.safetensors"))
+        Linear(in_features=3, out_features=2, bias=True)
+    """
+    if not isinstance(small, nn.Module):
+        raise TypeError(f"`small` must be an nn.Module, got {type(small).__name__}")
+    if any(isinstance(m, Gated) for m in small.modules()):
+        raise TypeError("`small` has gates still; compact it first: `save(compact(gated), path)`")
+    target = _as_path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"`path` must lie in a folder that exists, got {str(target)!r}")
+    if target.is_dir():
+        raise IsADirectoryError(f"`path` must be a file, got the folder {str(target)!r}")
+    if stateful := [key for key, value in small.state_dict().items() if not isinstance(value, Tensor)]:
+        raise ValueError(f"`small` keeps state that is not a tensor, which the file cannot hold: {', '.join(stateful)}")
+
+    members = _members(small)
+    names = canonical_names(small)
+    # Copies: safetensors wants its tensors contiguous and in memory of their own.
+    tensors = {
+        name: members[name].detach().to("cpu", copy=True).contiguous() for name, first in names.items() if name == first
+    }
+    tied = {name: first for name, first in names.items() if name != first}
+    structure = Structure(type(small).__qualname__, tied=tied)
+    for layer, module in small.named_modules(remove_duplicate=False):
+        if isinstance(module, Select):
+            structure.selects.append(layer.rpartition(".")[0])
+        elif isinstance(module, Closed):
+            structure.closed[layer] = module.outputs
+        elif type(module) is nn.Identity:
+            structure.closed[layer] = None
+        elif isinstance(module, _GROUPED):
+            structure.groups[layer] = module.groups
+    metadata = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "ellzero": installed_version(),
+        "structure": json.dumps(asdict(structure)),
+    }
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with open(unfinished, "xb") as file:  # by our own hand: `save_file` makes files that nobody else may read
+            file.write(serialize(tensors, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load(model: M, path: str | os.PathLike[str]) -> M:
+    """Makes a fresh dense model into the network that a file holds, in place.
+
+    Every parameter and buffer is replaced by the file's, in the file's dtype and on the device of the one it replaces
+    (on the CPU for one on the meta device); the layers' attributes, `Select`s and `Closed` layers follow. Mode, hooks
+    and `requires_grad` stay as they are.
+
+    Args:
+        model: a dense network of the class that was attached to, with the same arguments; its numbers do not matter.
+        path: a file that `save` wrote.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is not a plain module, or `path` not a path.
+        ValueError: the file is not one that `save` wrote, or it is of another network. The model is untouched.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
+    if any(isinstance(m, Gated) for m in model.modules()):
+        raise TypeError("`model` must be a fresh dense network of the user's own class, got one with gates")
+    if any(isinstance(m, Select | Closed) for m in model.modules()):
+        raise ValueError("`model` must be a fresh dense network, got one that was made smaller already")
+    source = _as_path(path)
+    structure, tensors = _read(source)
+    _check(model, structure, tensors, source)
+
+    members, names = _members(model), _stored(structure, tensors)
+    for layer, outputs in structure.closed.items():
+        if outputs is not None or _members(model.get_submodule(layer)):  # an identity of the user's own is one already
+            put_closed(model, layer, outputs)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    new: dict[str, Tensor] = {}
+    changed: dict[int, tuple[str, nn.Module]] = {}
+    for name, stored in names.items():
+        if name not in members:  # the index of a `Select`
+            continue
+        layer, _, key = name.rpartition(".")
+        module, old = modules[layer], members[name]
+        if stored not in new:
+            home = torch.device("cpu") if old.device.type == "meta" else old.device
+            moved = tensors[stored].to(home)
+            new[stored] = nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
+        if old.shape != new[stored].shape:
+            changed[id(module)] = (layer, module)
+        setattr(module, key, new[stored])  # not by `_parameters`: recurrent layers keep a list of their own
+    for layer, module in changed.values():
+        if layer in structure.groups:
+            module.groups = structure.groups[layer]  # type: ignore[assignment]
+        resize(module)
+    for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
+        put_select(modules[layer], tensors[names[f"{layer}.select.index"]])
+    return model
+
+
+# ---------------------------------------------------------------- inside
+
+_CONTRACTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_GROUPED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def _as_path(path: Any) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"`path` must be a str or a path, got {type(path).__name__}")
+    return Path(path)
+
+
+def _members(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer under every name it has."""
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _stored(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """For each name in the network the name that its tensor is stored under."""
+    return {name: name for name in tensors} | structure.tied
+
+
+def _read(path: Path) -> tuple[Structure, dict[str, Tensor]]:
+    if path.is_dir():
+        raise IsADirectoryError(f"`path` must be a file, got the folder {str(path)!r}")
+    if not path.exists():
+        raise FileNotFoundError(f"`path` must be a file that `save` wrote, and there is no {str(path)!r}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"its header says format {metadata.get('format')!r}, not {FORMAT!r}")
+            if metadata.get("format_version") != str(FORMAT_VERSION):
+                raise ValueError(
+                    f"it has version {metadata.get('format_version')} of the format, written by ellzero "
+                    f"{metadata.get('ellzero')}, and this one reads version {FORMAT_VERSION}"
+                )
+            structure = Structure(**json.loads(metadata["structure"]))
+            kinds = [type(value) for value in vars(structure).values()]
+            if kinds != [str, list, dict, dict, dict]:
+                raise ValueError(f"its header is damaged: {metadata['structure'][:80]}")
+            # Copies: what comes out of the file is a view of it, and would change with it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"`path` must be a file that `save` wrote, got {str(path)!r}: {error}") from error
+    return structure, tensors
+
+
+def _check(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Refuses what does not fit, before anything is changed."""
+
+    def refuse(what: str) -> NoReturn:
+        raise ValueError(
+            f"`path` is the file of another network than `model` (a `{structure.network}` was saved, this is a "
+            f"`{type(model).__qualname__}`): {what} in {str(path)!r}"
+        )
+
+    modules = dict(model.named_modules(remove_duplicate=False))
+    members = _members(model)
+    stored = _stored(structure, tensors)
+    for layer in [*structure.selects, *structure.closed, *structure.groups]:
+        if layer not in modules:
+            refuse(f"there is a layer `{layer}`")
+    expected = set(members)
+    for layer, outputs in structure.closed.items():
+        expected = {name for name in expected if not name.startswith(f"{layer}.")}
+        if outputs is not None:
+            if not isinstance(modules[layer], _CONTRACTING):
+                refuse(f"`{layer}` is a linear or convolutional layer")
+            if not 0 <= outputs <= members[f"{layer}.weight"].shape[0]:
+                refuse(f"`{layer}` has {outputs} outputs")
+            expected |= {f"{layer}.bias"} & members.keys() if outputs else set()
+        elif isinstance(modules[layer], _CONTRACTING):
+            refuse(f"`{layer}` is an identity")
+    for layer, groups in structure.groups.items():
+        if not isinstance(conv := modules[layer], _GROUPED) or not 1 <= groups <= conv.groups:
+            refuse(f"`{layer}` is a convolution in {groups} groups")
+    selects = {f"{layer}.select.index": layer for layer in structure.selects}
+    expected |= set(selects)
+    if expected != stored.keys():
+        missing, unexpected = sorted(expected - stored.keys()), sorted(stored.keys() - expected)
+        refuse(f"missing {_few(missing)}, unexpected {_few(unexpected)}")
+    for name, first in stored.items():
+        new, old = tensors.get(first), members.get(name)
+        if new is None:
+            refuse(f"`{name}` is tied to `{first}`, which is missing")
+        if old is None:  # the index of a `Select`
+            continue
+        if new.ndim != old.ndim or any(n > o for n, o in zip(new.shape, old.shape, strict=True)):
+            refuse(f"`{name}` has shape {tuple(new.shape)}, which does not fit into {tuple(old.shape)}")
+        if new.is_floating_point() != old.is_floating_point() or new.is_complex() != old.is_complex():
+            refuse(f"`{name}` is of {new.dtype}, here it is of {old.dtype}")
+    for name, layer in selects.items():
+        if not isinstance(modules[layer], _CONTRACTING) or layer in structure.closed:
+            refuse(f"`{layer}` is a linear or convolutional layer")
+        index, weight = tensors[stored[name]], f"{layer}.weight"
+        inputs, kept = members[weight].shape[1], tensors[stored[weight]].shape[1]
+        if index.dtype != torch.int64 or index.shape != (kept,) or not bool(((index >= 0) & (index < inputs)).all()):
+            refuse(f"`{name}` does not pick {kept} of at most {inputs} inputs")
+
+
+def _few(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:5]) or "nothing"
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

@@ -1,0 +1,162 @@
+"""Shrinking while training: which units go for good, and all that has to become smaller with them.
+
+`propose` says what could go: units that are as good as dead, widths rounded up to a multiple. `carry_out` takes it out
+of a live run: weights, buffers, gates, what the optimizer remembers, the average. The removal plan of `compact` is the
+one mechanism, and it is a plan of the network as it was in the beginning: costs, targets and noise never change their
+meaning. This file does not know when to shrink, nor recipes, files or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ellzero.gated.module import Gated
+from ellzero.graph.plan import Mask, Plan, make_plan
+
+
+def propose(gated: Gated, closed: Mask, multiple: int = 1) -> Plan:
+    """The plan that takes out every unit which these gates close, but for what rounding keeps.
+
+    The width of every axis is rounded up to a multiple, as far as there are units; the most probable of the closed
+    ones stay for that. So the last units of an axis always stay. Single inputs behind gates of their own (a `Select` in
+    `compact`) stay as well: they save next to nothing.
+
+    Args:
+        gated: the network, of which units may have been taken out before.
+        closed: for every gate, flat, whether it counts as closed.
+        multiple: of what the widths that are left should be multiples.
+
+    Example:
+        >>> from ellzero.gated.attaching import attach
+        >>> gated = attach(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.zeros(1, 4))
+        >>> plan = propose(gated, np.array([True, True, True, False, False, False]), multiple=2)
+        >>> widths(gated, plan)
+        {'0': 4}
+    """
+    with torch.no_grad():
+        opens = torch.as_tensor(~closed).to(gated.tables["ends"])
+        extended = gated.liveness.extend(opens, gated.tables)
+        kept = gated.liveness.units(extended, gated.tables).cpu().numpy() > 0.5
+        probable = gated.alive()[0].double().cpu().numpy()
+    present = there(gated)
+    kept &= present
+    for axis, start in zip(gated.axes, gated.graph.offsets, strict=False):
+        here = np.arange(start, start + axis.size)
+        rest = here[present[here] & ~kept[here]]
+        wanted = max(1, -(-int(kept[here].sum()) // multiple)) * multiple - int(kept[here].sum())
+        kept[rest[np.argsort(-probable[rest], kind="stable")[:wanted]]] = True
+    return make_plan(gated.graph, kept, evidence=np.where(present, probable, -np.inf), refuse=False)
+
+
+def there(gated: Gated) -> Mask:
+    """For every unit of the graph, whether the model still has it."""
+    return np.ones(gated.graph.offsets[-1], dtype=bool) if gated.taken is None else gated.taken.units.copy()
+
+
+def planned(gated: Gated, units: Mask) -> Plan:
+    """The plan that leaves just these units, as `there` gave them."""
+    return make_plan(gated.graph, units, refuse=False)
+
+
+def widths(gated: Gated, plan: Plan) -> dict[str, int]:
+    """How many units of every axis that gates decide about a plan leaves."""
+    census = gated.census["units"]
+    assert census is not None
+    decided = np.isin(np.arange(gated.graph.offsets[-1]), census.units)
+    spans = zip(gated.axes, gated.graph.offsets, strict=False)
+    return {a.name: int(plan.units[s : s + a.size].sum()) for a, s in spans if decided[s : s + a.size].any()}
+
+
+def event(gated: Gated, plan: Plan) -> dict[str, Any]:
+    """What a plan would change, as plain data: widths, and MACs as fractions of the dense network.
+
+    These are the MACs that the model has, whatever its gates are.
+
+    Raises:
+        ValueError: the axes were given by hand, so that no forward was traced.
+    """
+    census = gated.census["macs"]
+    if census is None:
+        raise ValueError("`gated` must have been traced for its MACs, and its axes were given by hand")
+    whole = planned(gated, np.ones(len(plan.units), dtype=bool))
+    now = whole if gated.taken is None else gated.taken
+    dense, before, after = (float(census.kept(p).sum()) for p in (whole, now, plan))
+    return {
+        "removed": {name: width - widths(gated, plan)[name] for name, width in widths(gated, now).items()},
+        "widths": widths(gated, plan),
+        "macs": {"before": before / dense, "after": after / dense},
+    }
+
+
+@torch.no_grad()
+def carry_out(
+    network: nn.Module,
+    gated: Gated,
+    plan: Plan,
+    optimizer: torch.optim.Optimizer,
+    average: dict[str, Tensor],
+    correction: float = 1.0,
+) -> None:
+    """Takes units out of a live run, in place; the rest of it is as it was.
+
+    Args:
+        network: what the optimizer moves, `gated` in it.
+        gated: the network with its gates.
+        plan: what stays.
+        optimizer: Adam or SGD over parameters of `network`. Its groups get the new parameters, and what it remembers
+            of them is sliced as they are; of a gate that goes it remembers nothing.
+        average: an averaged copy of the parameters of `network` by their names, sliced too; may be empty.
+        correction: what the average is divided by where it is used; a gate that goes is closed there as well.
+
+    Raises:
+        ValueError: the plan does not fit; nothing is changed.
+    """
+    old = dict(network.named_parameters())
+    names = {id(p): name for name, p in gated.named_parameters()}
+    inside = {name: names[id(p)] for name, p in old.items()}
+    for name, gate in gated.named_gates():
+        for key, parameter in gate.named_parameters():
+            if parameter.shape != gate.shape:
+                raise ValueError(f"gates `{name}` share `{key}`, so that none of them can be closed alone")
+    step = gated.shrink(plan)
+    gone = _gone(gated)
+    new: Mapping[str, Any] = dict(network.named_parameters())
+    states = {name: optimizer.state.pop(p) for name, p in old.items() if p in optimizer.state}
+    replaced = {id(p): new[name] for name, p in old.items()}
+    for group in optimizer.param_groups:
+        group["params"] = [replaced[id(p)] for p in group["params"]]
+
+    def follow(name: str, tensor: Tensor) -> Tensor:
+        """What has an entry for each of a parameter's: sliced as that was, and laid out in memory as it is."""
+        if new[name] is old[name]:
+            return tensor
+        sliced = step.slice(inside[name].removeprefix("model."), tensor)
+        return torch.empty_like(new[name], dtype=tensor.dtype).copy_(sliced)
+
+    for name, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape == old[name].shape:
+                state[key] = follow(name, value)
+                if inside[name] in gone:
+                    state[key].masked_fill_(gone[inside[name]], 0)
+        optimizer.state[new[name]] = state
+    for name, value in average.items():
+        average[name] = follow(name, value)
+        if inside[name] in gone:
+            average[name] = torch.where(gone[inside[name]], new[name] * correction, average[name])
+
+
+def _gone(gated: Gated) -> dict[str, Tensor]:
+    """For each parameter of gates, by its name in `gated`, which entries belong to gates that nothing is left of."""
+    gone = torch.as_tensor(gated.gone(), device=gated.tables["ends"].device)
+    parts = gone.split([gate.shape.numel() for _, gate in gated.named_gates()])
+    out = {}
+    for key, (_, gate), mask in zip(gated.gates, gated.named_gates(), parts, strict=True):
+        for own, _ in gate.named_parameters():
+            out[f"gates.{key}.{own}"] = mask.reshape(gate.shape)
+    return out

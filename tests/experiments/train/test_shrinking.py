@@ -1,0 +1,682 @@
+"""Shrinking while training, against the run that does not shrink.
+
+The oracle of a shrink is the same run without one, in float64: where all that is taken out was closed for good, the
+rest must come out as there, to rounding, whatever the optimizer, the objective and the network. Plans are compared with
+carrying them out at once, and files with the run that was not interrupted, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from test_resume import bits, leaves, without_seconds
+from torch import Tensor, nn
+
+import ellzero as l0
+from ellzero.experiments.data import Dataset, stand_in
+from ellzero.experiments.networks import WideResNet
+from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.train import building
+from ellzero.experiments.train.building import architecture
+from ellzero.experiments.train.loop import Stopped, restore, train
+from ellzero.experiments.train.trainer import Trainer
+from ellzero.experiments.train.watching import AbstractWatcher
+from ellzero.gated.module import Gated
+from ellzero.graph.plan import make_plan
+from ellzero.out import shrinking
+from ellzero.out.compaction import compact
+from ellzero.out.finalization import finalize
+from support import processes
+from support.networks import Drawn, LeNet, assert_same, drawn_networks, numel, settled
+
+
+@cache
+def images(name: str, device: str = "cpu") -> Dataset:
+    return stand_in(name, images=32, device=device)
+
+
+def recipe(network: str, **changes: Any) -> Recipe:
+    basis: dict[str, Any] = {
+        "name": "small", "network": network, "data": "cifar10" if network.startswith("wrn") else "mnist5k",
+        "drop_rates": {"*": 0.1}, "batch": 16, "epochs": 3, "lr": 1e-3, "gate_lr": 1e-2,
+        "shrink_at": (1,), "shrink_checks": 1, "shrink_multiple": 1, "shrink_gain": 0.0,
+    }  # fmt: skip
+    if "at_most" not in changes:
+        basis["penalty"] = 0.1
+    return Recipe(**basis | changes)
+
+
+def gated_of(trainer: Trainer) -> Gated:
+    return cast(Gated, trainer.runs.template.network)
+
+
+def close(gated: Gated, closed: dict[str, list[int]]) -> None:
+    for name, gate in gated.named_gates():
+        mask = torch.zeros(gate.shape, dtype=torch.bool, device=next(gate.parameters()).device)
+        mask[closed.get(name, [])] = True
+        gate.close_(mask)
+
+
+def doubled(r: Recipe, closed: dict[str, list[int]]) -> Trainer:
+    """A trainer that computes in float64, with some gates closed from the beginning."""
+    trainer = in_float64(Trainer([r], images(r.data)))
+    close(gated_of(trainer), closed)
+    return trainer
+
+
+def in_float64(trainer: Trainer) -> Trainer:
+    batch = trainer.supply.batch
+
+    def exact(index: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = batch(index)
+        return x.double(), y
+
+    trainer.supply.batch = exact  # type: ignore[method-assign]
+    trainer.runs.double()
+    trainer.average = {name: value.double() for name, value in trainer.average.items()}
+    dual = trainer.lagrangian
+    dual.penalty, dual.member, dual.target = dual.penalty.double(), dual.member.double(), dual.target.double()
+    dual.multiplier = dual.multiplier.double()
+    dual.memory = {name: value.double() for name, value in dual.memory.items()}
+    trainer._restart()  # what a compiled step must know beforehand is known for a dtype
+    return trainer
+
+
+def losses(trainer: Trainer, epochs: int) -> list[float]:
+    return [float(loss) for _ in range(epochs) for loss in trainer.train_epoch()]
+
+
+WRN = {"blocks.0.conv1": [0, 3, 4, 5, 11], "blocks.1.conv1": [*range(20)], "blocks.2.conv1": [63]}
+WRN_UNITS = {"blocks.0.conv1": 5, "blocks.1.conv1": 20, "blocks.2.conv1": 1}
+MAPS = {"conv1": [0, 1, 2, 7], "conv2": [4, 5, 49]}
+# The gates of a map's positions are closed as well: where the map is gone, so are they.
+POSITIONS = {**MAPS, "fc1": [16 * u + k for u in (4, 5, 49) for k in range(16)] + [3], "fc2": [*range(100, 400)]}
+SGD = {"optimizer": "sgd", "lr": 0.05, "gate_lr": 1.0}
+RUNS: dict[str, tuple[Recipe, dict[str, list[int]], dict[str, int]]] = {
+    "wide, nesterov, eq. 17, average": (
+        recipe("wrn-10-1", placement="blocks", nesterov=True, l2=5e-3, l2_gated_factor=1.5, ema=0.9, **SGD),
+        WRN, WRN_UNITS,
+    ),
+    "wide, adam, constraints": (
+        recipe("wrn-10-1", at_most={"blocks.*": 0.5}, dual="ascent", dual_lr=0.1), WRN, WRN_UNITS
+    ),
+    "wide, sgd, eq. 17 without gates, kept macs": (
+        recipe("wrn-10-1", placement="blocks", l2=5e-3, detach_l2=True, cost="macs", at_most=0.3, on="kept", **SGD),
+        WRN, WRN_UNITS,
+    ),
+    "per layer, adam, average": (
+        recipe("lenet5", placement="per_layer", ema=0.9, samples=2),
+        POSITIONS, {"conv1": 4, "conv2": 3, "fc1": 300},
+    ),
+    "shrinkable, sgd, params": (
+        recipe("lenet5", cost="params", at_most=0.3, **SGD),
+        {**MAPS, "fc1": [*range(99)]}, {"conv1": 4, "conv2": 3, "fc1": 99},
+    ),
+    "perceptron, extra-gradient": (
+        recipe("lenet300", placement="per_layer", at_most=0.5, dual="nupi", kp=0.5, dual_lr=0.1, extra_gradient=True),
+        {"fc1": [0, 500], "fc2": [*range(0, 300, 2)], "fc3": [7]}, {"fc1": 150, "fc2": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_shrink_of_closed_units_changes_nothing_but_rounding(case: str) -> None:
+    r, closed, removed = RUNS[case]
+    small, whole = doubled(r, closed), doubled(r.override(shrink_at=()), closed)
+    assert losses(small, 3) == pytest.approx(losses(whole, 3), rel=1e-10)
+    event, gated = small.event, gated_of(small)
+    assert event is not None
+    assert gated.taken is not None
+    assert {name: n for name, n in event["removed"].items() if n} == removed
+    assert numel(gated.model) < numel(gated_of(whole).model)
+    left = gated.taken
+
+    def same(name: str, mine: Tensor, theirs: Tensor) -> None:
+        """Gates that are closed for good do not matter, all else does."""
+        if name.startswith("network.gates."):
+            there = ~torch.as_tensor(np.isin(np.arange(mine.numel()), closed.get(name.split(".")[2].replace("/", "."))))
+            mine, theirs = mine[there], theirs[there]
+        theirs = left.slice(name.removeprefix("network.model."), theirs)
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10, msg=name)
+
+    values = whole.runs.values()
+    assert small.runs.values().keys() == values.keys()
+    for name, value in small.runs.values().items():
+        same(name, value.detach(), values[name].detach())
+        ours, theirs = (dict(t.optimizer.state[t.runs.values()[name]]) for t in (small, whole))  # type: ignore[index]
+        assert ours.keys() == theirs.keys() != set()
+        for key, remembered in ours.items():
+            same(name if remembered.ndim else "", remembered, theirs[key])  # Adam counts its steps
+        if r.ema is not None:
+            same(name, small.average[name], whole.average[name])
+    for name, buffer in gated.model.named_buffers():
+        same(f"network.model.{name}", buffer.double(), gated_of(whole).model.get_buffer(name).double())
+    torch.testing.assert_close(small.lagrangian.multiplier, whole.lagrangian.multiplier, rtol=1e-9, atol=1e-12)
+    assert bool((small.lagrangian.multiplier > 0).all()) == (r.at_most is not None)
+    for method in ("costs", "watched", "counts"):
+        ours, theirs = (t.runs.evaluate(method, values=t.values()) for t in (small, whole))
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=method)
+    # What is closed stays closed, in the average as in the parameters.
+    network, gone = cast(Gated, small.network(0)), torch.as_tensor(gated.gone())
+    assert int(gone.sum()) >= sum(removed.values())
+    raw, counting = (torch.cat([g.log_alpha.detach() for _, g in net.named_gates()])[gone] for net in (gated, network))  # type: ignore[misc]
+    assert bool((raw < -50).all())
+    torch.testing.assert_close(counting, raw, rtol=1e-9, atol=0.0)
+    assert architecture(network) == architecture(cast(Gated, whole.network(0)))
+
+
+def test_widths_are_rounded_where_that_pays() -> None:
+    trainer = Trainer([recipe("lenet5", shrink_multiple=None)], images("mnist5k"))
+    assert trainer._multiple == 1
+    trainer.device = torch.device("cuda")  # it is asked for nothing else
+    assert trainer._multiple == 32
+    assert Trainer([recipe("lenet5", shrink_multiple=8)], images("mnist5k"))._multiple == 8
+
+
+def test_an_event_must_save_more_steps_than_compiling_takes() -> None:
+    """Epochs have two steps. On a GPU a step is compiled that is taken 2,500 / 0.13 times, or more."""
+
+    def worth(gain: float, at: int, left: int, device: str = "cpu", **changes: Any) -> bool:
+        r = recipe("wrn-10-1", epochs=at + left, shrink_at=(at,), **changes)
+        trainer = Trainer([r], images("cifar10"))
+        trainer.device, trainer.epoch = torch.device(device), at  # nothing is computed: it is taken up there
+        return trainer._worth_it(gain)
+
+    assert worth(0.26, 5, 5000, compile=True)  # of 10,000 steps
+    assert not worth(0.24, 5, 5000, compile=True)
+    assert worth(0.01, 5, 5000)  # a CPU compiles nothing
+    assert not worth(0.0, 5, 5000)
+    assert worth(0.11, 5, 12_000, "cuda")  # compiled anew
+    assert not worth(0.10, 5, 12_000, "cuda")
+    assert worth(0.14, 12_000, 5000, "cuda")  # compiled before, and not again: as it is, it is slower by 0.13
+    assert not worth(0.12, 12_000, 5000, "cuda")
+    assert worth(0.01, 5, 5000, "cuda")  # never compiled
+
+
+def test_an_event_that_no_step_follows_is_skipped() -> None:
+    for tuning, skipped in ((0, True), (1, False)):
+        r = recipe("wrn-10-1", placement="blocks", epochs=1, finetune_epochs=tuning)
+        trainer = Trainer([r], images("cifar10"))
+        close(gated_of(trainer), WRN)
+        list(trainer.train_epoch())
+        assert trainer.event is not None
+        assert trainer.event["skipped"] is skipped
+
+
+# ---------------------------------------------------------------- plans
+
+
+def masks(graph: Any, seed: int) -> Iterator[Any]:
+    """Ever fewer units."""
+    draw = np.random.default_rng(seed)
+    alive = np.ones(graph.offsets[-1], dtype=bool)
+    while True:
+        alive = alive & (draw.random(len(alive)) < 0.7)
+        yield alive
+
+
+@settings(max_examples=15, deadline=None)
+@given(drawn_networks(), st.integers(0, 2**16))
+def test_plans_one_after_the_other_are_the_last_at_once(net: Drawn, seed: int) -> None:
+    model = settled(net)
+    channels, size = net.shapes[0]
+    x = torch.randn(2, channels, *([size, size] if size else []), dtype=torch.float64)
+    try:
+        gated = l0.attach(copy.deepcopy(model), x, streams=True)
+    except ValueError:  # nothing to gate
+        assume(False)
+    assume(not any(getattr(layer, "groups", 1) > 1 for layer in model.modules()))
+    alive = masks(gated.graph, seed)
+    for _ in range(3):
+        shrinks_as_at_once(gated, model, next(alive))
+
+
+def shrinks_as_at_once(gated: Gated, model: nn.Module, alive: Any) -> None:
+    """Takes all but some units out of a network, and out of one that nothing was taken out of before."""
+    present = shrinking.there(gated)
+    kept = alive & present
+    for axis, start in zip(gated.axes, gated.graph.offsets, strict=False):
+        here = np.arange(start, start + axis.size)
+        if not kept[here].any():
+            kept[here[present[here]][0]] = True
+    plan = make_plan(gated.graph, kept, evidence=np.where(present, 0.0, -np.inf), refuse=False)
+    gated.shrink(plan)
+    at_once = copy.deepcopy(model)
+    plan.apply(at_once)
+    ours, theirs = gated.model.state_dict(), at_once.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert str(gated.model) == str(at_once)
+    for name, tensor in model.state_dict().items():
+        back = plan.spread(name, plan.slice(name, tensor), tuple(tensor.shape))
+        assert torch.equal(plan.slice(name, back), plan.slice(name, tensor))
+        assert back.count_nonzero() <= plan.slice(name, tensor).numel()
+
+
+def test_grouped_convolutions_are_refused() -> None:
+    """One that is left with a channel in each group would be taken for a depthwise one the next time."""
+    layers = nn.Conv2d(2, 12, 1), nn.ReLU(), nn.Conv2d(12, 6, 3, padding=1, groups=3), nn.ReLU(), nn.Conv2d(6, 2, 1)
+    gated = l0.attach(nn.Sequential(*layers), torch.randn(2, 2, 5, 5))
+    plan = shrinking.propose(gated, np.arange(gated.liveness.size) % 4 > 0)
+    with pytest.raises(ValueError, match="`2` is a grouped convolution"):
+        gated.shrink(plan)
+    assert gated.model[0].weight.shape[0] == 12  # type: ignore[index, union-attr]
+
+
+def test_a_unit_cannot_come_back() -> None:
+    gated = l0.attach(LeNet(), torch.zeros(2, 1, 14, 14))
+    alive = np.ones(gated.graph.offsets[-1], dtype=bool)
+    alive[0] = False
+    gated.shrink(make_plan(gated.graph, alive))
+    shapes = [tuple(p.shape) for p in gated.model.parameters()]
+    alive[:2] = True, False
+    with pytest.raises(ValueError, match="must not bring back a unit"):
+        gated.shrink(make_plan(gated.graph, alive))
+    assert [tuple(p.shape) for p in gated.model.parameters()] == shapes
+    close(gated, {name: [*range(gate.shape.numel())] for name, gate in gated.named_gates()})
+    assert not gated.plan(refuse=False).units[0]  # others come back where a layer would be empty
+
+
+# ---------------------------------------------------------------- a smaller network
+
+
+def lenet(where: Any = l0.shrinkable) -> tuple[Gated, Gated]:
+    """The same gated network twice, with closed gates, and the second smaller for it."""
+    torch.manual_seed(0)
+    whole = l0.attach(settled(LeNet()), torch.randn(3, 1, 14, 14, dtype=torch.float64), where=where)
+    maps = {"conv1": [1], "conv2": [0, 3]}
+    inputs = (
+        {"fc1": [k for k in range(20) if k // 4 in (0, 3)], "fc2": [0, 2]} if where is l0.per_layer else {"fc1": [0, 2]}
+    )
+    close(whole, {**maps, **inputs})
+    small = copy.deepcopy(whole)
+    small.shrink(small.plan() if where is l0.shrinkable else make_plan(small.graph, small.plan().units))
+    return whole, small
+
+
+@pytest.mark.parametrize("where", [l0.shrinkable, l0.per_layer])
+def test_a_smaller_network_computes_and_costs_what_the_whole_one_does(where: Any) -> None:
+    whole, small = lenet(where)
+    assert numel(small.model) < numel(whole.model)
+    x, noise = torch.randn(3, 1, 14, 14, dtype=torch.float64), whole.gate_noise()
+    for mode in (True, False):
+        whole.train(mode)
+        small.train(mode)
+        assert_same(small(x, gate_noise=noise), whole(x, gate_noise=noise))
+    assert_same(small.expanded().eval()(x), whole(x))
+    assert [p.shape for p in small.expanded().parameters()] == [p.shape for p in whole.parameters()]
+    for cost in (l0.l0_norm, l0.params, l0.macs, l0.units):
+        assert l0.dense(cost, small) == l0.dense(cost, whole)
+        for kept in (True, False):
+            assert_same(cost(small, kept=kept), cost(whole, kept=kept))
+    ours, theirs = compact(small), compact(whole)
+    assert str(ours) == str(theirs)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(ours.state_dict()[name], value) for name, value in theirs.state_dict().items())
+    assert l0.report(small).json() == l0.report(whole).json()
+    assert numel(small.expanded().model) == numel(whole.model)
+
+
+def test_the_norm_of_eq_17_is_of_the_weights_that_are_there() -> None:
+    _, small = lenet(l0.per_layer)
+    sizes = [gate.shape.numel() for _, gate in small.named_gates()]
+    expected = torch.zeros(())
+    for (name, gate), gone in zip(small.named_gates(), torch.as_tensor(small.gone()).split(sizes), strict=True):
+        layer: Any = small.model.get_submodule(name)
+        squares, p = layer.weight.square(), gate.prob_open()[~gone]
+        assert len(p) == layer.weight.shape[0 if name.startswith("conv") else 1] < gate.shape.numel()
+        of_map = squares.flatten(1).sum(1) + layer.bias.square()
+        expected = expected + (p * (of_map if name.startswith("conv") else squares.sum(0))).sum()
+    assert_same(l0.l2_norm(small), expected)
+
+
+def test_finalize_fills_a_budget_without_what_is_gone() -> None:
+    _, small = lenet()
+    finalize(small, 0.9, l0.params, fill=True)
+    assert not (small.opens().numpy() & small.gone()).any()
+    close(small, {"fc1": [1, 3]})
+    finalize(small, 1.0, l0.params, fill=True)
+    assert np.array_equal(small.opens().numpy(), ~small.gone())
+
+
+# ---------------------------------------------------------------- what is proposed
+
+
+def chain(width: int = 12) -> Gated:
+    gated = l0.attach(nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2)), torch.zeros(1, 4))
+    with torch.no_grad():
+        gated.gates["0"].log_alpha.copy_(torch.tensor([(7 * k) % width - width + 0.5 for k in range(width)]))  # type: ignore
+    return gated
+
+
+@pytest.mark.parametrize(
+    ("closed", "multiple", "left"),
+    [
+        (5, 1, 7),
+        (5, 4, 8),
+        (8, 4, 4),
+        (9, 4, 4),
+        (12, 4, 4),
+        (12, 1, 1),
+        (1, 4, 12),
+        (3, 5, 10),
+        (1, 5, 12),
+        (11, 32, 12),
+    ],
+)
+def test_widths_are_rounded_up_with_the_most_probable(closed: int, multiple: int, left: int) -> None:
+    gated = chain()
+    p = gated.prob_open().detach().numpy()
+    order = np.argsort(p)
+    mask = np.zeros(12, dtype=bool)
+    # The ones that count as closed are the least probable, but for the first, which stays whatever it is.
+    chosen = order[1 : closed + 1] if closed < 12 else order
+    mask[chosen] = True
+    plan = shrinking.propose(gated, mask, multiple)
+    units = plan.units[gated.graph.offsets[[a.name for a in gated.axes].index("0")] :][:12]
+    assert units.sum() == left == shrinking.widths(gated, plan)["0"]
+    back = sorted(chosen, key=lambda k: -p[k])[: left - (12 - closed)]
+    assert set(np.flatnonzero(units)) == set(np.flatnonzero(~mask)) | set(back)
+    event = shrinking.event(gated, plan)
+    assert event == {"removed": {"0": 12 - left}, "widths": {"0": left}, "macs": {"before": 1.0, "after": left / 12}}
+
+
+def test_what_is_gone_is_not_proposed_again() -> None:
+    gated = chain()
+    gated.shrink(shrinking.propose(gated, np.arange(12) < 6))
+    mask = np.isin(np.arange(12), [6, 7, 8])
+    plan = shrinking.propose(gated, mask, multiple=4)
+    event = shrinking.event(gated, plan)
+    assert event["removed"] == {"0": 2}
+    assert event["macs"] == {"before": 0.5, "after": 4 / 12}
+    gated.shrink(plan)
+    assert gated.model[0].weight.shape == (4, 4)  # type: ignore[index, union-attr]
+    assert np.array_equal(np.flatnonzero(gated.gone())[:6], np.arange(6))
+
+
+# ---------------------------------------------------------------- in the loop
+
+
+def test_a_gate_must_be_closed_at_so_many_checks_in_a_row() -> None:
+    r = recipe("lenet300", epochs=7, shrink_at=(4, 6), shrink_checks=3, gate_lr=1e-9)
+    trainer = Trainer([r], images("mnist5k"))
+    gated = gated_of(trainer)
+    gate: Any = gated.gates["fc1"]
+    start = gate.log_alpha.detach().clone()
+    shut = {0: [1, 2, 3], 1: [1, 2], 2: [1, 2, 3], 3: [1, 3], 4: [1, 3], 5: [1, 3]}  # by epoch, what is closed in it
+    events = []
+    for epoch in range(6):
+        with torch.no_grad():
+            mask = torch.zeros(300, dtype=torch.bool)
+            mask[shut[epoch]] = True
+            gate.log_alpha.copy_(torch.where(mask | torch.as_tensor(gated.gone()[:300]), -8.0, start))
+        list(trainer.train_epoch())
+        events.append(trainer.event)
+        (record,) = trainer.note()
+        assert ("shrunk" in record) == (epoch in (3, 5))
+    assert [e and e["removed"] for e in events] == [None] * 3 + [{"fc1": 1, "fc2": 0}, None, {"fc1": 1, "fc2": 0}]
+    assert np.array_equal(np.flatnonzero(gated.gone()), [1, 3])
+    assert [h["open"]["fc1"] for h in trainer.history] == [297, 298, 297, 298, 298, 298]
+    assert trainer.closed_for[[1, 2, 3]].tolist() == [6, 0, 4]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_gate_that_is_gone_does_not_open_again(optimizer: str) -> None:
+    """Whatever the optimizer was about to do."""
+    trainer = Trainer([recipe("lenet300", optimizer=optimizer, gate_lr=1.0, epochs=4, ema=0.5)], images("mnist5k"))
+    gate: Any = gated_of(trainer).gates["fc1"]
+    with torch.no_grad():
+        gate.log_alpha[:10] = -20.0
+    steps = trainer.train_epoch()
+    next(steps)
+    next(steps)  # the last before the event
+    known = trainer.optimizer.state[gate.log_alpha]
+    known["exp_avg" if optimizer == "adam" else "momentum_buffer"][:10] = -1.0  # by 10, ten times a step
+    list(steps)
+    assert trainer.event is not None
+    assert trainer.event["removed"]["fc1"] == 10
+    for _ in range(4):
+        for gated in (gated_of(trainer), cast(Gated, trainer.network(0))):  # the second has the average
+            assert bool((gated.prob_open()[:10] < 1e-20).all())
+        losses(trainer, 1)
+
+
+def test_an_event_that_saves_too_little_is_skipped_and_said_so(tmp_path: Path) -> None:
+    """fc1 has 784·300 of the 266,200 MACs, fc2 30,000: ten units of the first save (784 + 100)·10 of them."""
+    share = 10 * (784 + 100) / 266_200
+    for gain, skipped in ((share * 1.001, True), (share * 0.999, False), (0.5, True)):
+        r = recipe("lenet300", epochs=2, shrink_gain=gain, gate_lr=1e-9)
+        trainer = Trainer([r], images("mnist5k"))
+        close(gated_of(trainer), {"fc1": [*range(10)]})
+        list(trainer.train_epoch())
+        (record,) = trainer.note()
+        assert record["shrunk"]["skipped"] == skipped
+        assert record["shrunk"]["removed"] == {"fc1": 10, "fc2": 0}
+        assert record["shrunk"]["macs"] == {"before": 1.0, "after": pytest.approx(1 - share)}
+        assert trainer.runs.values()["network.model.fc1.weight"].shape == (300 if skipped else 290, 784)
+        assert json.loads(json.dumps(record)) == record
+        list(trainer.train_epoch())
+        assert "shrunk" not in trainer.note()[0]
+    r = recipe("lenet300", epochs=1, shrink_gain=0.0)
+    trainer = Trainer([r], images("mnist5k"))  # nothing is closed
+    list(trainer.train_epoch())
+    assert trainer.event is not None
+    assert trainer.event["skipped"]
+
+
+SHRINKING = recipe(
+    "wrn-10-1", placement="blocks", penalty=None, cost="macs", at_most=0.25, on="kept", dual="ascent", dual_lr=2.0,
+    restarts=False, gate_lr=10.0, epochs=5, shrink_at=(2, 4), shrink_checks=2, shrink_multiple=4, ema=0.5, l2=5e-4,
+    optimizer="sgd", lr=0.05, nesterov=True, augment=True, finalize=True, finetune_epochs=1, recalibrate=True,
+)  # fmt: skip
+
+
+def begun(r: Recipe, path: Path) -> Folder:
+    """A run before its first step, with gates in all states."""
+    folder = Folder.create(path, [r])
+    trainer = Trainer([r], images(r.data))
+    for _, gate in gated_of(trainer).named_gates():
+        n = gate.shape.numel()
+        with torch.no_grad():
+            gate.log_alpha.copy_(torch.tensor([7 * (5 * k % n) / n - 4 for k in range(n)]))  # type: ignore[operator]
+    trainer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    folder = begun(SHRINKING, tmp_path_factory.mktemp("shrunk") / "run")
+    return train([SHRINKING], images("cifar10"), folder)
+
+
+def test_a_run_that_shrinks_counts_against_the_network_of_its_recipe(shrunk: Trainer) -> None:
+    events = {h["epoch"]: h["shrunk"] for h in shrunk.history if "shrunk" in h}
+    assert list(events) == [2, 4]
+    for event in events.values():
+        assert not event["skipped"]
+        assert sum(event["removed"].values()) >= 8
+        assert all(width % 4 == 0 for width in event["widths"].values())
+    assert events[4]["macs"]["before"] == events[2]["macs"]["after"] > events[4]["macs"]["after"]
+    packed = [h["prob_open"]["blocks.0.conv1"] for h in shrunk.history]
+    assert len(set(map(len, packed))) == 1
+    (result,) = shrunk.results()
+    dense = WideResNet(10, 1)
+    assert result["costs"]["params"]["dense"] == numel(dense)
+    assert result["costs"]["macs"]["kept"] <= 0.25
+    gated = cast(Gated, shrunk.network(0))
+    assert numel(gated.model) == numel(dense)
+    small = compact(gated)
+    assert result["costs"]["params"]["kept"] * numel(dense) == pytest.approx(numel(small))
+    assert shrunk.history[-1]["kept"]["params"] * numel(dense) == pytest.approx(numel(small))
+    gone = torch.as_tensor(gated_of(shrunk).gone())
+    assert int(gone.sum()) == sum(sum(event["removed"].values()) for event in events.values())
+    assert bool((gated.prob_open()[gone] < 1e-20).all())  # these come from the average
+    live = gated_of(shrunk).model
+    for name, width in events[4]["widths"].items():
+        layers: list[Any] = [net.get_submodule(name) for net in (live, small)]
+        assert layers[0].weight.shape[0] == width
+        assert layers[1].weight.shape[0] == result["architecture"][name] <= width
+    x = shrunk.supply.scaled(images("cifar10").test_x)
+    logits = gated(x)
+    assert_same(shrunk.runs.evaluate("logits", x, values=shrunk.values())[0], logits, 1e-5)
+    assert_same(small.eval()(x), logits, 1e-5)
+    assert (logits.argmax(1) != images("cifar10").test_y).double().mean() * 100 == result["error_last"]
+
+
+@pytest.mark.parametrize("steps", [4, 5, 11])
+def test_a_checkpoint_after_a_shrink_goes_on_to_the_bit(steps: int, shrunk: Trainer, tmp_path: Path) -> None:
+    """Of two steps an epoch: the step that the first event follows, one after it, and one in tuning."""
+    folder = begun(SHRINKING, tmp_path / "run")
+    again = interrupted(folder, steps, shrunk)
+    if steps == 11:
+        seen = restore(folder, images("cifar10"))
+        assert without_seconds(seen.results()) == without_seconds(again.results())
+        x = torch.randn(2, 3, 32, 32)
+        assert torch.equal(compact(cast(Gated, seen.network(0)))(x), compact(cast(Gated, again.network(0)))(x))
+
+
+def interrupted(folder: Folder, steps: int, whole: Trainer) -> Trainer:
+    """The run of a folder, stopped after so many steps and taken up again: to the bit the one that was not."""
+    with pytest.raises(Stopped):
+        train(folder.recipes, images("cifar10"), folder, watchers=[Stop(steps)])
+    again = train(folder.recipes, images("cifar10"), folder)
+    ours, theirs = dict(leaves(again.state())), dict(leaves(whole.state()))
+    free = {name for name in ours if ".random." in name or name == ".seconds"}
+    assert [n for n in {**ours, **theirs} if n not in free and bits(ours.get(n)) != bits(theirs.get(n))] == []
+    assert without_seconds(again.history) == without_seconds(whole.history) == without_seconds(folder.history())
+    assert without_seconds(folder.results()) == without_seconds(whole.results())
+    return again
+
+
+class Stop(AbstractWatcher):
+    """Ctrl-C after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
+        pass
+
+    def step(self, done: int) -> None:
+        if done == self.steps:
+            signal.raise_signal(signal.SIGINT)
+
+    def note(self, records: list[dict[str, Any]]) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_larger_state_is_refused(shrunk: Trainer) -> None:
+    with pytest.raises(ValueError, match="load it into a new trainer"):
+        shrunk.load(Trainer([SHRINKING], images("cifar10")).state())
+
+
+def test_without_shrinking_nothing_is_stored() -> None:
+    state = Trainer([recipe("lenet300", shrink_at=())], images("mnist5k")).state()
+    assert "shrinking" not in state
+
+
+def test_stacks_are_refused() -> None:
+    for change in ({}, {"shrink_at": (), "channels_last": True}):
+        r = recipe("lenet300", **change)
+        with pytest.raises(ValueError, match="cannot be in a stack"):
+            Trainer([r, r.override(seed=1)], images("mnist5k"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"placement": None, "penalty": None}, "`shrink_at` must be .* without gates"),
+        ({"shrink_checks": 2}, "`shrink_at` must begin at epoch 2 or later, after `shrink_checks` checks, got .1."),
+        ({"shrink_at": (2, 1)}, "`shrink_at` must be a list of rising epochs"),
+        ({"shrink_multiple": 0}, "`shrink_multiple` must be an integer of at least 1"),
+        ({"shrink_gain": 1.0}, "`shrink_gain` must be a number in"),
+        ({"placement": "blocks"}, '`placement` must be "shrinkable" or "per_layer" for'),
+    ],
+)
+def test_recipes_that_make_no_sense_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe("lenet300", **change)
+
+
+@pytest.mark.slow
+def test_two_processes_shrink_alike(tmp_path: Path) -> None:
+    about_a_third_open = {"drop_rates": {"*": 0.917}, "gate_lr": 1e-6}  # log α where eq. 13 becomes zero
+    r = SHRINKING.override(epochs=3, finalize=False, finetune_epochs=0, shrink_at=(2,), **about_a_third_open)
+    folder = Folder.create(tmp_path / "run", [r])
+    with processes.serving(tmp_path) as server:
+        both = {"folder": str(folder.path), "ranks": 2, "meet": str(tmp_path / "meet"), "save_seconds": 1000.0}
+        jobs = [server.start("train", **both, rank=k, dump=str(tmp_path / f"{k}.pt")) for k in range(2)]
+        for job in jobs:
+            assert job.wait() == 0, job.said
+    first, second = (torch.load(tmp_path / f"{k}.pt", weights_only=True) for k in range(2))
+    for part in ("values", "buffers", "average", "optimizer", "shrinking"):
+        ours, theirs = dict(leaves(first[part])), dict(leaves(second[part]))
+        assert {k: bits(v) for k, v in ours.items()} == {k: bits(v) for k, v in theirs.items()}
+    (event,) = [h["shrunk"] for h in first["history"] if "shrunk" in h]
+    assert not event["skipped"]
+    assert all(n > 0 for n in event["removed"].values())
+    assert not bool(first["shrinking"]["units"].all())
+    assert without_seconds(first["history"]) == without_seconds(second["history"])
+
+
+# ---------------------------------------------------------------- wide networks
+
+
+def test_gates_on_blocks_are_those_of_the_papers() -> None:
+    gated = l0.attach(WideResNet(28, 2), torch.zeros(2, 3, 32, 32), where=building.WHERE["blocks"])
+    sizes = {name: gate.shape.numel() for name, gate in gated.named_gates()}
+    hidden = [16 * 2] * 4 + [32 * 2] * 4 + [64 * 2] * 4
+    assert sizes == {f"blocks.{k}.conv1": n for k, n in enumerate(hidden)}
+    assert 5 * sum(hidden) == 4480  # at width 10
+    inputs = [16, *hidden[:-1]]  # what comes into a block is what the one before gave
+    for number, (name, width) in enumerate(sizes.items()):
+        weights = width * inputs[number] * 9
+        assert l0.dense(l0.l0_norm, gated, only=name) == weights
+    for name in ("gallego-wrn-20-cifar10", "louizos-wrn-0.001-cifar100"):
+        assert get(name).placement == "blocks"
+    (placement,) = [p for p in gated.placements if p.name == "blocks.4.conv1"]
+    assert [s.tensor for s in placement.multiplies] == ["blocks.4.conv2.weight"]
+
+
+def test_channels_last_gives_the_same_and_stays_when_it_shrinks(tmp_path: Path) -> None:
+    r = SHRINKING.override(epochs=3, shrink_at=(2,), finalize=False, finetune_epochs=0)
+    last = r.override(channels_last=True)
+    trainers = [Trainer([x], images("cifar10")) for x in (r, last)]
+    x = [t.supply.batch(t.supply.epoch(0)[0][0])[0] for t in trainers]
+    assert torch.equal(*x)
+    assert x[1][0].is_contiguous(memory_format=torch.channels_last)
+    assert not x[0][0].is_contiguous(memory_format=torch.channels_last)
+    a, b = (t.evaluate() for t in trainers)
+    assert a["error"].tolist() == b["error"].tolist()
+    first = [next(iter(t.train_epoch())) for t in trainers]
+    torch.testing.assert_close(*first, rtol=1e-5, atol=1e-6)
+    whole = train([last], images("cifar10"), begun(last, tmp_path / "whole"))
+    assert gated_of(whole).taken is not None
+
+    def all_last(trainer: Trainer) -> None:
+        for name, p in trainer.runs.values().items():
+            if p.ndim == 4 and p.shape[1] > 1:
+                known = [t for t in trainer.optimizer.state[p].values() if t.ndim]  # type: ignore[index]
+                for tensor in (p, trainer.average[name], *known):
+                    assert tensor.is_contiguous(memory_format=torch.channels_last), name
+
+    all_last(whole)
+    folder = Folder.create(tmp_path / "run", [last])
+    whole.save(folder)
+    folder.log(whole.history)
+    all_last(restore(folder, images("cifar10")))

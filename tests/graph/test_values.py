@@ -1,0 +1,263 @@
+"""The algebra of labels against real tensors: unit numbers are put into a tensor, torch moves them, and the labels
+must say the same.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ellzero.graph import values as lb
+from ellzero.graph.axes import Labels, Ties, classes
+from ellzero.graph.values import Value
+
+
+def ties(*sizes: int) -> tuple[Ties, list[Labels]]:
+    """An empty record, and atoms for dimensions of these sizes."""
+    record = Ties({})
+    return record, [record.fresh(size) for size in sizes]
+
+
+def spread(value: Value, group: lb.Dims) -> Tensor:
+    """A label as a full tensor: the atom at every entry."""
+    shape = [value.shape[d] if d in group else 1 for d in range(value.ndim)]
+    return torch.tensor(value.labels[group]).reshape(shape).expand(value.shape)
+
+
+def content(value: Value) -> list[Tensor]:
+    return [spread(value, group) for group in value.labels]
+
+
+def tied(record: Ties) -> Labels:
+    return classes(record.count, record.pairs)
+
+
+def same_units(record: Ties, a: Tensor, b: Tensor) -> bool:
+    root = tied(record)
+    return a.shape == b.shape and np.array_equal(root[a.numpy()], root[b.numpy()])
+
+
+def frozen(record: Ties) -> set[int]:
+    root = tied(record)
+    return {int(r) for atoms, _ in record.freezes for r in root[atoms]}
+
+
+shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def values(draw: st.DrawFn) -> tuple[Ties, Value]:
+    """A value with one label, on a random dimension."""
+    shape = draw(shapes)
+    dim = draw(st.integers(0, len(shape) - 1))
+    record, (atoms,) = ties(shape[dim])
+    return record, Value(shape, {(dim,): atoms})
+
+
+def _reshapes(shape: tuple[int, ...]) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes with as many entries: the factors of all dimensions, cut anew."""
+    total = prod(shape)
+    factors = [p for p in (2, 2, 2, 2, 3, 3, 3, 3) if total % p == 0]
+    cuts = st.lists(st.sampled_from([1, *factors]), max_size=4)
+    return cuts.map(lambda parts: _fitted(parts, total))
+
+
+def _fitted(parts: Sequence[int], total: int) -> tuple[int, ...]:
+    out = []
+    for p in parts:
+        if total % p == 0:
+            out.append(p)
+            total //= p
+    return (*out, total)
+
+
+@given(values(), st.data())
+def test_reshape_is_what_torch_does(start: tuple[Ties, Value], data: st.DataObject) -> None:
+    """Through up to three reshapes and permutations in a row: at each entry the same unit, or the unit is frozen."""
+    record, value = start
+    (truth,) = content(value)
+    for _ in range(data.draw(st.integers(1, 3))):
+        if data.draw(st.booleans()):
+            shape = data.draw(_reshapes(value.shape))
+            value, truth = lb.reshape(record, value, shape), truth.reshape(shape)
+        else:
+            order = data.draw(st.permutations(range(value.ndim)))
+            value, truth = lb.permute(value, order), truth.permute(order)
+        assert value.shape == truth.shape
+        found = content(value)
+        if found:
+            assert len(found) == 1
+            assert same_units(record, found[0], truth)
+        else:
+            assert set(truth.flatten().tolist()) <= frozen(record)
+            return
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "to", "group"),
+    [
+        ((2, 5, 3, 3), 1, (2, 45), (1,)),  # flatten: blocks of nine
+        ((2, 8, 3), 1, (2, 2, 4, 3), (1, 2)),  # the two halves of a channel shuffle
+        ((2, 12, 3), 1, (2, 3, 2, 2, 3), (1, 2, 3)),  # a pixel shuffle
+        ((2, 3, 8), 2, (6, 8), (1,)),  # tokens of a batch
+        ((6, 8), 1, (2, 3, 8), (2,)),
+        ((4, 3, 1, 1), 1, (4, 3), (1,)),
+        ((4, 1, 5), 1, (4, 5), (1,)),  # one unit of five entries
+        ((1, 3), 1, (3,), (0,)),
+    ],
+)
+def test_reshape_of_common_forms(shape: tuple[int, ...], dim: int, to: tuple[int, ...], group: tuple[int, ...]) -> None:
+    record, (atoms,) = ties(shape[dim])
+    value = Value(shape, {(dim,): atoms})
+    out = lb.reshape(record, value, to)
+    assert list(out.labels) == [group]
+    assert not record.freezes
+    assert torch.equal(content(out)[0], content(value)[0].reshape(to))
+
+
+def test_reshape_that_lays_two_axes_out_together_freezes_both() -> None:
+    record, (a, b) = ties(3, 4)
+    out = lb.reshape(record, Value((3, 4), {(0,): a, (1,): b}), (12,))
+    assert not out.labels
+    assert frozen(record) == {*a.tolist(), *b.tolist()}
+
+
+def test_reshape_keeps_two_axes_that_stay_apart() -> None:
+    record, (a, b) = ties(3, 4)
+    out = lb.reshape(record, Value((2, 3, 4), {(1,): a, (2,): b}), (2, 3, 2, 2))
+    assert set(out.labels) == {(1,), (2, 3)}
+
+
+@given(values(), st.data())
+def test_take_is_index_select(start: tuple[Ties, Value], data: st.DataObject) -> None:
+    record, value = start
+    (truth,) = content(value)
+    dim = data.draw(st.integers(0, value.ndim - 1))
+    index = data.draw(st.lists(st.integers(0, value.shape[dim] - 1), min_size=1, max_size=6))
+    out = lb.take(record, value, dim, np.array(index))
+    assert torch.equal(content(out)[0], truth.index_select(dim, torch.tensor(index)))
+
+
+@given(values(), st.data())
+def test_insert_is_unsqueeze(start: tuple[Ties, Value], data: st.DataObject) -> None:
+    _, value = start
+    (truth,) = content(value)
+    dim = data.draw(st.integers(0, value.ndim))
+    assert torch.equal(content(lb.insert(value, dim))[0], truth.unsqueeze(dim))
+
+
+@given(values(), st.data())
+def test_drop_is_select(start: tuple[Ties, Value], data: st.DataObject) -> None:
+    record, value = start
+    (truth,) = content(value)
+    dim = data.draw(st.integers(0, value.ndim - 1))
+    out = lb.drop(record, value, dim, "it is picked")
+    expected = truth.select(dim, 0)
+    assert out.shape == expected.shape
+    if out.labels:
+        assert torch.equal(content(out)[0], expected)
+    else:
+        assert set(truth.flatten().tolist()) <= frozen(record)
+
+
+@given(st.data())
+def test_elementwise_ties_exactly_what_meets(data: st.DataObject) -> None:
+    """Brute force: entry by entry, the units of both operands belong together, and nothing else does."""
+    shape = data.draw(shapes)
+    operands, record, truths = [], Ties({}), []
+    for _ in range(2):
+        lead = data.draw(st.integers(0, len(shape) - 1))
+        own = tuple(size if data.draw(st.booleans()) else 1 for size in shape[lead:])
+        dim = data.draw(st.integers(0, len(own) - 1))
+        value = Value(own, {(dim,): record.fresh(own[dim])})
+        operands.append(value)
+        truths.append(content(value)[0].expand(torch.broadcast_shapes(own, shape)))
+    out = lb.elementwise(record, operands, shape)
+    stopped = frozen(record)
+    for group in out.labels:
+        for truth, value in zip(truths, operands, strict=True):
+            # A label of the output that comes from this operand is where torch puts it.
+            ((own,),) = value.labels
+            if (own + len(shape) - value.ndim,) == group and value.shape[own] == shape[group[0]]:
+                assert same_units(record, spread(out, group), truth)
+    root = tied(record)
+    for truth in truths:  # carried on, or frozen
+        carried = {int(r) for g in out.labels for r in root[out.labels[g]].ravel()}
+        assert {int(r) for r in root[truth.numpy()].ravel()} <= carried | stopped
+
+
+def test_elementwise_over_two_axes_at_right_angles_keeps_both() -> None:
+    record, (a, b) = ties(3, 4)
+    out = lb.elementwise(record, [Value((3, 1), {(0,): a}), Value((4,), {(0,): b})], (3, 4))
+    assert set(out.labels) == {(0,), (1,)}
+
+
+def test_elementwise_with_a_plain_dimension_freezes() -> None:
+    record, (a,) = ties(3)
+    lb.elementwise(record, [Value((2, 3), {(1,): a}), Value((2, 3), why="the model's input")], (2, 3))
+    assert record.freezes[0][1] == "it meets the model's input"
+    assert frozen(record) == set(a.tolist())
+
+
+def test_elementwise_with_a_number_for_each_example_does_not() -> None:
+    record, (a,) = ties(3)
+    out = lb.elementwise(record, [Value((2, 3), {(1,): a}), Value((2, 1))], (2, 3))
+    assert not record.freezes
+    assert torch.equal(content(out)[0], torch.as_tensor(a).expand(2, 3))
+
+
+def test_joint_label_meets_a_single_one() -> None:
+    """A pixel-shuffled map and a plain one are added: the four channels behind one output channel become one unit."""
+    record, (a, b) = ties(12, 3)
+    joint = lb.reshape(record, Value((2, 12), {(1,): a}), (2, 3, 4))
+    out = lb.elementwise(record, [joint, Value((2, 3, 4), {(1,): b})], (2, 3, 4))
+    assert list(out.labels) == [(1,)]
+    assert same_units(record, torch.as_tensor(a).reshape(3, 4), torch.as_tensor(b)[:, None].expand(3, 4))
+    assert len(set(tied(record)[b].tolist())) == 3
+
+
+def test_narrow_ties_what_differs_only_there() -> None:
+    record, (a,) = ties(24)
+    value = lb.reshape(record, Value((24,), {(0,): a}), (2, 3, 4))
+    lb.narrow(record, value, [1])
+    assert list(value.labels) == [(0, 2)]
+    root = tied(record)[a].reshape(2, 3, 4)
+    assert (root == root[:, :1]).all()
+    assert len(np.unique(root)) == 8
+
+
+def test_without_freezes_only_what_lies_there_alone() -> None:
+    record, (a, b) = ties(6, 5)
+    value = lb.reshape(record, Value((6, 5), {(0,): a, (1,): b}), (2, 3, 5))
+    kept = lb.without(record, value, [1, 2], "it is mixed")
+    assert list(kept) == [(0,)]
+    assert frozen(record) == set(b.tolist())
+
+
+@given(st.data())
+def test_concat_is_cat(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
+    record, atoms = ties(*sizes)
+    values = [Value((*shape[:dim], n, *shape[dim + 1 :]), {(dim,): a}) for n, a in zip(sizes, atoms, strict=True)]
+    truth = torch.cat([content(v)[0] for v in values], dim)
+    out = lb.concat(record, values, dim, tuple(truth.shape))
+    assert torch.equal(content(out)[0], truth)
+    assert not record.freezes
+
+
+def test_concat_ties_the_other_dimensions_and_freezes_plain_parts() -> None:
+    record, (a, b) = ties(3, 3)
+    out = lb.concat(record, [Value((2, 3), {(1,): a}), Value((4, 3), {(1,): b})], 0, (6, 3))
+    assert same_units(record, torch.as_tensor(a), torch.as_tensor(b))
+    assert list(out.labels) == [(1,)]
+    record, (a,) = ties(3)
+    out = lb.concat(record, [Value((2, 3), {(1,): a}), Value((2, 2), why="the model's input")], 1, (2, 5))
+    assert out.labels[(1,)][:3].tolist() == a.tolist()
+    assert frozen(record) == set(out.labels[(1,)][3:].tolist())  # the part that is no unit stays; `a` may go

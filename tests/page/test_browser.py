@@ -1,0 +1,459 @@
+"""The pages in a real browser: no error, no request, nothing too wide; sliders, tooltips and links; the numbers of the
+run's json and of `distributions`. Skipped where no browser is installed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import torch
+from test_progress import RECIPE, begun
+
+from ellzero.cli import main
+from ellzero.experiments.data import stand_in
+from ellzero.experiments.recipes import get
+from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.train.loop import train
+from ellzero.gates.distributions import BinaryConcrete, HardConcrete
+from ellzero.page.method import method_page
+from ellzero.page.run import run_page
+from ellzero.page.runs import runs_page
+from support import browser as driving
+from support.browser import PATIENCE, Browser, BrowserError, Tab
+
+PROGRAM = driving.find()
+pytestmark = [
+    pytest.mark.skipif(PROGRAM is None, reason="no browser is installed (chromium, or another by $ELLZERO_BROWSER)"),
+    pytest.mark.timeout(600),
+]
+SMALL = get("demo").override(
+    name="small", network="lenet300", cost="params", at_most=0.3, batch=500, epochs=3, finetune_epochs=1, lr=3e-3
+)
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>".replace("/", "∕")  # a name cannot have a slash
+Open = Callable[..., Tab]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    assert PROGRAM is not None
+    try:
+        started = Browser(PROGRAM)
+    except driving.BrowserError as error:
+        if "CI" in os.environ:  # which has installed one that must work
+            raise
+        pytest.skip(f"{PROGRAM} does not start: {error}")
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def show(chromium: Browser) -> Iterator[Open]:
+    """Opens a file in a tab, which is closed after the test; waits until its charts are drawn."""
+    tabs: list[Tab] = []
+
+    def open_(file: Path, width: int = 1280, **window: Any) -> Tab:
+        tab = chromium.open(file.as_uri(), width, **window)
+        tabs.append(tab)
+        tab.wait("document.documentElement.dataset.drawn")
+        tab.settle()
+        return tab
+
+    yield open_
+    for tab in tabs:
+        tab.close()
+
+
+# ---------------------------------------------------------------- the pages
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that was trained, its page, the pages of several runs and of the method."""
+    home = tmp_path_factory.mktemp("pages")
+    (home / "small.toml").write_text(SMALL.to_toml())
+    trained = home / "runs" / "trained"
+    assert main(["train", str(home / "small.toml"), "--out", str(trained), "--quiet", "--device", "cpu"]) == 0
+    (trained / "page.html").write_text(run_page(Folder.open(trained)), encoding="utf-8")
+    result = json.loads((trained / "results.json").read_text())[0]
+    for number in range(1, 4):  # more of the kind, with numbers of their own
+        recipe = SMALL.override(seed=number)
+        folder = Folder.create(home / "runs" / f"made-{number}", [recipe])
+        costs = {c: {**v, "kept": v["kept"] * (1 - number / 10)} for c, v in result["costs"].items()}
+        errors = {"error_last": 10.0 + number, "error_best": 9.0 + number}
+        folder.finish([{**result, **errors, "costs": costs, "seed": number}])
+    (home / "runs" / "nothing").mkdir()
+    shrunk = begun(home / "shrunk")
+    train([RECIPE], stand_in("mnist5k", images=100), shrunk)
+    (shrunk.path / "page.html").write_text(run_page(shrunk), encoding="utf-8")
+    everything = sorted((home / "runs").iterdir())
+    (home / "runs.html").write_text(runs_page(everything, home), encoding="utf-8")
+    (home / "method.html").write_text(method_page(), encoding="utf-8")
+    return home
+
+
+PAGES = ("runs/trained/page.html", "shrunk/page.html", "runs.html", "method.html")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_whole_and_fits_every_window(name: str, home: Path, show: Open) -> None:
+    tab = show(home / name, 390, dark=True)
+    drawn = "Array.from(document.querySelectorAll('[data-chart]')).map(e => e.querySelectorAll('.main-svg').length > 0)"
+    assert all(tab.evaluate(drawn))
+    assert tab.evaluate("document.querySelectorAll('[data-chart]').length") > 0
+    colour = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+    for width, dark in ((390, True), (390, False), (1280, False), (1280, True)):
+        tab.resize(width, dark=dark)
+        tab.wait(f"Math.max(...{BOXES}.map(b => b.right)) <= {width}")
+        assert tab.overflow() <= 0, (width, dark)
+        assert (sum(tab.evaluate(colour)) < 3 * 60) == dark
+        assert (sum(tab.evaluate(INK)) > 3 * 150) == dark
+    assert tab.problems == []
+    assert tab.requests == [(home / name).as_uri()]
+    assert tab.dialogs == []
+    labels = tab.evaluate("""Array.from(document.querySelectorAll('[data-chart]')).map(e => [e.getAttribute('role'),
+        e.getAttribute('aria-label'), e.closest('figure').querySelector('figcaption').innerText])""")
+    for role, label, caption in labels:
+        assert role == "img"
+        assert len(label) > 30
+        assert len(caption) > 30
+    assert tab.evaluate("document.documentElement.lang") == "en"
+    assert tab.evaluate("document.querySelectorAll('h1').length") == 1
+
+
+BOXES = "Array.from(document.querySelectorAll('.main-svg')).map(e => e.getBoundingClientRect())"
+# The colour of the letters at a chart's axis: charts follow the theme too.
+INK = "getComputedStyle(document.querySelector('.xtick text, .legendtext')).fill.match(/\\d+/g).slice(0, 3).map(Number)"
+
+
+def test_the_switch_goes_through_the_colours(home: Path, show: Open) -> None:
+    tab = show(home / "method.html")
+    found = []
+    for _ in range(3):
+        tab.evaluate("document.getElementById('theme').click()")
+        tab.settle()
+        tab.settle()
+        found.append((tab.evaluate("document.getElementById('theme').innerText"), sum(tab.evaluate(INK)) > 3 * 150))
+    assert found == [("Light", False), ("Dark", True), ("Auto", False)]
+    assert tab.problems == []
+
+
+# ---------------------------------------------------------------- one run
+
+
+def test_the_page_of_a_run_shows_its_json(home: Path, show: Open) -> None:
+    folder = Folder.open(home / "runs" / "trained")
+    (result,) = folder.results() or []
+    tab = show(folder.path / "page.html")
+    text = tab.evaluate("document.body.innerText")
+    assert f"{result['error_last']:.2f} %" in text
+    assert f"{100 * result['costs']['params']['kept']:.2f} %" in text
+    assert f"{100 * result['costs']['macs']['kept']:.2f} %" in text
+    rows = tab.evaluate(
+        "Array.from(document.querySelector('table').tBodies[0].rows).map(r => r.innerText.split('\\t'))"
+    )
+    kept = [int(row[3]) for row in rows]  # axis, dense, expected, kept, state
+    assert set(result["architecture"].values()) <= set(kept)
+    curves = tab.evaluate("""Array.from(document.querySelectorAll('[data-chart]')).flatMap(e =>
+        e.data.filter(t => t.y && t.y.length).map(t => Array.from(t.y)))""")
+    history = folder.history()
+    for wanted in (
+        [record["error"] for record in history],
+        [100 * record["kept"]["params"] for record in history],
+        [100 * record["expected"]["params"] for record in history],
+    ):
+        assert any(curve == pytest.approx(wanted) for curve in curves if len(curve) == len(wanted)), wanted
+
+
+# ---------------------------------------------------------------- several runs
+
+
+def points(tab: Tab, trace: int) -> list[tuple[float, float]]:
+    """Where the points of a trace are in the window."""
+    return [
+        (x, y)
+        for x, y in tab.evaluate(f"""(() => {{
+            const e = document.querySelector('[data-chart]'), t = e.data[{trace}], l = e._fullLayout;
+            e.scrollIntoView({{block: 'center'}});
+            const box = e.getBoundingClientRect();
+            return Array.from(t.x).map((x, k) => [box.left + l.xaxis._offset + l.xaxis.d2p(x),
+                                                  box.top + l.yaxis._offset + l.yaxis.d2p(t.y[k])]);
+        }})()""")
+    ]
+
+
+def traces(tab: Tab) -> list[dict[str, Any]]:
+    return list(
+        tab.evaluate("""document.querySelector('[data-chart]').data.map(t =>
+            ({name: t.name, x: Array.from(t.x), y: Array.from(t.y), customdata: t.customdata}))""")
+    )
+
+
+def opens_by_click(tab: Tab, trace: int, point: int) -> None:
+    """Clicks a point until another page is there: a busy machine loses a click now and then."""
+    loads = tab._loads
+    for seconds in (10, 10, PATIENCE):
+        tab.click(*points(tab, trace)[point])
+        with suppress(BrowserError):
+            tab.loaded(loads, seconds)
+            return
+    raise BrowserError("no page was opened by a click")
+
+
+def test_runs_hover_and_click(home: Path, show: Open) -> None:
+    folder = Folder.open(home / "runs" / "trained")
+    (result,) = folder.results() or []
+    tab = show(home / "runs.html")
+    shown = [trace["name"] for trace in traces(tab)]
+    own = shown.index("runs")
+    at = traces(tab)[own]["x"].index(pytest.approx(100 * result["costs"]["params"]["kept"]))
+    tab.hover(5, 5)
+    tab.hover(*points(tab, own)[at])
+    tip = tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
+    assert "small, seed 0" in tip
+    assert f"error {result['error_last']:.2f} %, best {result['error_best']:.2f} %" in tip
+    for cost, name in (("params", "parameters"), ("macs", "MACs"), ("l0_norm", "density")):
+        assert f"{name} kept {100 * result['costs'][cost]['kept']:.2f} %" in tip
+    assert "click: its page" in tip
+    opens_by_click(tab, own, at)
+    assert tab.evaluate("location.href") == (folder.path / "page.html").as_uri()
+    assert tab.problems == []
+
+
+def test_a_finger_looks_first_and_opens_when_it_touches_again(home: Path, show: Open) -> None:
+    tab = show(home / "runs.html", 390, touch=True)
+    own = [trace["name"] for trace in traces(tab)].index("runs")
+    linked = next(k for k, link in enumerate(traces(tab)[own]["customdata"]) if link)
+    tab.evaluate("""document.querySelectorAll('[data-chart]').forEach(chart => chart.on('plotly_click', event => {
+        window.touched = `${event.points[0].curveNumber} ${event.points[0].pointNumber}`;
+    }))""")
+    # A busy machine may lose a touch, or draw the chart anew under it: only one that the chart has seen counts.
+    while tab.evaluate("window.touched") != f"{own} {linked}":
+        tab.click(*points(tab, own)[linked])
+        tab.settle()
+    tip = tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
+    assert "seed" in tip
+    assert tab.evaluate("location.href") == (home / "runs.html").as_uri()
+    opens_by_click(tab, own, linked)
+    assert tab.evaluate("location.href").endswith("/page.html")
+
+
+def test_runs_switch_what_is_compared(home: Path, show: Open) -> None:
+    results = {}
+    for path in sorted((home / "runs").iterdir()):
+        if (path / "results.json").exists():
+            (results[path.name],) = Folder.open(path).results() or []
+    tab = show(home / "runs.html")
+    # By the keyboard, as without a mouse: the arrows go through the choices of a group.
+    tab.evaluate("document.querySelector('input[name=cost]').focus()")
+    for cost, words in (("params", "parameters"), ("macs", "MACs"), ("l0_norm", "density")):
+        for error in ("error_last", "error_best"):
+            tab.evaluate(f"document.querySelector('input[value={error}]').click()")
+            tab.settle()
+            own = next(trace for trace in traces(tab) if trace["name"] == "runs")
+            expected = [(100 * r["costs"][cost]["kept"], r[error]) for r in results.values()]
+            found = list(zip(own["x"], own["y"], strict=True))
+            assert sorted(found) == [pytest.approx(pair) for pair in sorted(expected)]
+            assert f"{words} kept" in tab.evaluate("document.querySelector('.xtitle').textContent")
+            assert f"{words} kept" in tab.evaluate("document.querySelector('[data-chart]').getAttribute('aria-label')")
+        tab.evaluate("document.querySelector('input[name=cost]:checked').focus()")
+        tab.press("ArrowDown")
+    rows = tab.evaluate("Array.from(document.querySelector('tbody').rows).map(r => r.innerText)")
+    errors = [r["error_last"] for r in results.values()]
+    assert len(rows) == 1
+    assert f"{sum(errors) / len(errors):.2f} ± " in rows[0]
+    text = tab.evaluate("document.body.innerText")
+    for result in results.values():
+        assert f"{result['error_last']:.2f} %" in text
+    assert "holds no run" in text
+    assert tab.problems == []
+
+
+def test_headings_sort_their_tables_by_mouse_and_keyboard(tmp_path: Path, home: Path, show: Open) -> None:
+    """Numbers as numbers, 9.5 below 10.25, and names by the numbers in them; the other table stays as it is."""
+    source = json.loads((home / "runs" / "trained" / "results.json").read_text())[0]
+    errors = {"r10": 9.5, "r9": 10.25, "r2": 100.0, "r1": 2.0}
+    for name, error in errors.items():
+        own = {**source, "error_last": error, "error_best": error}
+        Folder.create(tmp_path / name, [SMALL.override(name=name, at_most=0.3 + error / 1000)]).finish([own])
+    (tmp_path / "runs.html").write_text(runs_page([tmp_path], tmp_path), encoding="utf-8")
+    tab = show(tmp_path / "runs.html")
+
+    def shown(table: int) -> list[str]:
+        rows = f"Array.from(document.querySelectorAll('table[data-sortable]')[{table}].tBodies[0].rows)"
+        names: list[str] = tab.evaluate(f"{rows}.map(r => r.cells[0].innerText)")
+        return [name.partition(",")[0] for name in names]
+
+    def heading(text: str) -> str:
+        return f"Array.from(document.querySelectorAll('thead th')).find(e => e.innerText.startsWith('{text}'))"
+
+    rising, before = sorted(errors, key=lambda name: errors[name]), shown(1)
+    tab.evaluate(f"{heading('Error, last')}.scrollIntoView({{block: 'center'}})")
+    box = tab.evaluate(f"JSON.parse(JSON.stringify({heading('Error, last')}.firstChild.getBoundingClientRect()))")
+    tab.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert shown(0) == rising == ["r1", "r10", "r9", "r2"]
+    assert tab.evaluate(f"{heading('Error, last')}.getAttribute('aria-sort')") == "ascending"
+    tab.press("Enter")  # the heading that was clicked has the focus
+    assert shown(0) == rising[::-1]
+    assert tab.evaluate(f"{heading('Error, last')}.getAttribute('aria-sort')") == "descending"
+    tab.evaluate(f"{heading('Recipe')}.querySelector('button').focus()")
+    tab.press("Enter")
+    assert shown(0) == ["r1", "r2", "r9", "r10"]
+    marked = "Array.from(document.querySelectorAll('th[aria-sort]')).map(e => e.innerText)"
+    assert len(tab.evaluate(marked)) == 1
+    assert shown(1) == before
+    assert tab.problems == []
+
+
+def test_two_hundred_runs_open(tmp_path: Path, home: Path, show: Open) -> None:
+    source = json.loads((home / "runs" / "trained" / "results.json").read_text())[0]
+    for number in range(200):
+        recipe = SMALL.override(name=f"r{number}", at_most=(number + 1) / 201)
+        costs = {c: {**v, "kept": (number + 1) / 201} for c, v in source["costs"].items()}
+        Folder.create(tmp_path / f"r{number}", [recipe]).finish([{**source, "costs": costs}])
+    (tmp_path / "runs.html").write_text(runs_page([tmp_path], tmp_path), encoding="utf-8")
+    tab = show(tmp_path / "runs.html", 390)
+    assert tab.evaluate("document.querySelectorAll('.scatterlayer .trace.scatter path.point').length") >= 200
+    assert tab.overflow() <= 0
+    assert tab.problems == []
+
+
+def test_names_that_are_html_do_nothing(tmp_path: Path, home: Path, show: Open) -> None:
+    evil = tmp_path / EVIL
+    shutil.copytree(home / "runs" / "trained", evil)
+    about = json.loads((evil / "run.json").read_text())
+    about["about"]["command"] = f"ellzero train '</script>{EVIL}'"
+    (evil / "run.json").write_text(json.dumps(about))
+    (evil / "page.html").write_text(run_page(Folder.open(evil)), encoding="utf-8")
+    (tmp_path / f"not a run {EVIL}").mkdir()
+    (tmp_path / "runs.html").write_text(runs_page(sorted(tmp_path.iterdir()), tmp_path), encoding="utf-8")
+    tab = show(tmp_path / "runs.html")
+    own = [trace["name"] for trace in traces(tab)].index("runs")
+    tab.hover(5, 5)
+    tab.hover(*points(tab, own)[0])
+    tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
+    assert EVIL in tab.evaluate("document.body.innerText")
+    assert tab.evaluate("document.querySelectorAll('img').length") == 0
+    loads = tab._loads
+    tab.evaluate("document.querySelector('td.label a').click()")
+    tab.loaded(loads)
+    assert Path(unquote(urlsplit(tab.evaluate("location.href")).path)) == evil / "page.html"
+    tab.wait("document.documentElement.dataset.drawn")
+    assert tab.evaluate("document.querySelectorAll('img[src=x]').length") == 0
+    assert tab.dialogs == []
+    assert tab.problems == []
+
+
+# ---------------------------------------------------------------- the method
+
+
+def method_values(tab: Tab) -> dict[str, Any]:
+    """What the charts and the texts of the page show."""
+    return dict(
+        tab.evaluate("""({
+            density: document.getElementById('density').data.map(t => [Array.from(t.x), Array.from(t.y)]),
+            means: document.getElementById('means').data.map(t => [Array.from(t.x), Array.from(t.y)]),
+            facts: Object.fromEntries(
+                Array.from(document.querySelectorAll('[id^=fact-]')).map(e => [e.id, e.innerText])),
+            values: ['log-alpha', 'beta', 'gamma', 'zeta'].map(n => document.getElementById(n + '-value').innerText)
+        })""")
+    )
+
+
+def check_method(shown: dict[str, Any], log_alpha: float, beta: float, gamma: float, zeta: float) -> None:
+    a = torch.tensor(log_alpha, dtype=torch.float64)
+    hard = HardConcrete(a, beta, gamma, zeta)
+    (x, concrete), (_, density), stems, tips = shown["density"]
+    at = torch.tensor(x, dtype=torch.float64)
+    assert concrete == pytest.approx(BinaryConcrete(a, beta).log_prob(at).exp().tolist(), rel=1e-6, abs=1e-12)
+    assert density == pytest.approx(hard.log_prob(at).exp().tolist(), rel=1e-6, abs=1e-12)
+    zero, one = (1 - hard.prob_nonzero).item(), hard.prob_one.item()
+    assert tips == [[0, 1], pytest.approx([zero, one], abs=1e-9)]
+    assert stems[1] == [0, pytest.approx(zero, abs=1e-9), None, 0, pytest.approx(one, abs=1e-9)]
+    along = torch.tensor(shown["means"][0][0], dtype=torch.float64)
+    soft, gates = BinaryConcrete(along, beta), HardConcrete(along, beta, gamma, zeta)
+    curves = [soft.mean, torch.sigmoid(along), gates.prob_nonzero, gates.mean, gates.noiseless]
+    for (_, y), expected in zip(shown["means"], curves, strict=False):
+        assert y == pytest.approx(expected.tolist(), abs=1e-4)
+    assert shown["means"][5] == [
+        pytest.approx([log_alpha] * 2, abs=1e-9),
+        pytest.approx([hard.mean.item(), hard.noiseless.item()], abs=1e-4),
+    ]
+    facts = {name.removeprefix("fact-"): float(text) for name, text in shown["facts"].items()}
+    numbers = {"at-0": zero, "at-1": one, "between": 1 - zero - one, "open": 1 - zero}
+    numbers |= {"mean": hard.mean.item(), "noiseless": hard.noiseless.item()}
+    assert facts == {name: pytest.approx(value, abs=1.5e-4) for name, value in numbers.items()}
+    values = [float(text.replace("−", "-")) for text in shown["values"]]
+    assert values == pytest.approx([log_alpha, beta, gamma, zeta], abs=6e-4)
+
+
+def test_the_method_begins_with_figure_2(home: Path, show: Open) -> None:
+    tab = show(home / "method.html")
+    check_method(method_values(tab), 0.0, 0.5, -0.1, 1.1)
+    assert "closed for log α ≤ −2.40" in tab.evaluate("document.getElementById('threshold').innerText")
+
+
+def test_sliders_redraw_the_method_by_the_keyboard(home: Path, show: Open) -> None:
+    tab = show(home / "method.html")
+    tab.evaluate("document.getElementById('log-alpha').focus()")
+    tab.press("ArrowRight", 13)
+    tab.settle()
+    check_method(method_values(tab), 1.3, 0.5, -0.1, 1.1)
+    for key in ("Tab", "ArrowLeft"):  # to the next slider, and down by one
+        tab.press(key)
+    tab.press("Tab")
+    tab.press("ArrowLeft", 10)
+    tab.press("Tab")
+    tab.press("ArrowUp", 5)
+    tab.settle()
+    check_method(method_values(tab), 1.3, 0.49, -0.2, 1.15)
+    # What is drawn, not only what the chart was told: the tip of the right atom lies higher than that of the left one.
+    tips = tab.evaluate("""Array.from(document.querySelectorAll('#density .scatterlayer .trace.scatter path.point'))
+        .map(e => e.getBoundingClientRect().y)""")
+    assert len(tips) == 2
+    assert tips[1] < tips[0]
+    assert tab.problems == []
+
+
+def test_the_corners_of_the_sliders(home: Path, show: Open) -> None:
+    tab = show(home / "method.html")
+    for values in (
+        (-8.0, 0.05, -0.01, 1.01),
+        (8.0, 2.0, -1.0, 2.0),
+        (-3.0, 2.0, -0.01, 2.0),
+        (0.5, 0.05, -1.0, 1.01),
+    ):
+        for name, value in zip(("log-alpha", "beta", "gamma", "zeta"), values, strict=True):
+            tab.evaluate(f"""(() => {{ const e = document.getElementById('{name}'); e.value = {value};
+                e.dispatchEvent(new Event('input', {{bubbles: true}})); }})()""")
+        tab.settle()
+        check_method(method_values(tab), *values)
+    tab.evaluate("document.querySelectorAll('[data-set]')[1].click()")
+    tab.settle()
+    check_method(method_values(tab), 0.0, 2 / 3, -0.1, 1.1)
+    assert tab.problems == []
+
+
+# ---------------------------------------------------------------- the harness itself
+
+
+def test_the_browser_sees_what_a_page_must_not_do(tmp_path: Path, chromium: Browser) -> None:
+    file = tmp_path / "bad.html"
+    file.write_text("""<div style="width:2000px">wide</div><script>
+        console.error("seen"); alert("hello"); fetch("https://example.com/x").catch(() => 0);
+        setTimeout(() => { throw Error("thrown"); }, 0);</script>""")
+    tab = chromium.open(file.as_uri(), 390)
+    tab.evaluate("new Promise(done => setTimeout(() => done(null), 50))")
+    assert tab.dialogs == ["hello"]
+    assert tab.requests == [file.as_uri(), "https://example.com/x"]
+    assert any("seen" in problem for problem in tab.problems)
+    assert any("thrown" in problem for problem in tab.problems)
+    assert tab.overflow() > 1000
+    with pytest.raises(driving.BrowserError, match="no such thing"):
+        tab.evaluate("(() => { throw Error('no such thing'); })()")
+    tab.close()

@@ -1,0 +1,201 @@
+"""The page of a run while it trains: only on this machine, only the page, and the news when there are any."""
+
+import html
+import http.client
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ellzero.experiments.data import stand_in
+from ellzero.experiments.recipes import get
+from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.train.loop import train
+from ellzero.page import serve as module
+from ellzero.page.serve import Server
+from support import browser as driving
+
+RECIPE = get("budget-mlp").override(data="mnist5k", batch=50, epochs=2, finetune_epochs=1, at_most=0.3)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("run") / "small"
+    train([RECIPE], stand_in("mnist5k", images=100), Folder.create(home, [RECIPE], {}))
+    return home
+
+
+@pytest.fixture
+def begun(finished: Path, tmp_path: Path) -> Path:
+    """The same run after its first epoch, before its first checkpoint."""
+    home = tmp_path / "begun"
+    home.mkdir()
+    shutil.copy(finished / "run.json", home)
+    (home / "history.jsonl").write_text((finished / "history.jsonl").read_text().splitlines(True)[0])
+    return home
+
+
+@pytest.fixture
+def server(begun: Path) -> Iterator[Server]:
+    made = Server(Folder.open(begun))
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.shutdown()
+    made.server_close()
+    thread.join(60)
+
+
+def ask(server: Server, path: str, method: str = "GET", host: str | None = None) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+    connection.putrequest(method, path, skip_host=True)
+    connection.putheader("Host", f"127.0.0.1:{server.server_address[1]}" if host is None else host)
+    connection.endheaders()
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, dict(answer.getheaders()), text
+
+
+def test_news_come_when_the_history_grows(server: Server, begun: Path, finished: Path) -> None:
+    status, headers, page = ask(server, "/")
+    assert status == 200
+    assert page.startswith("<!DOCTYPE html>")
+    assert "connect-src 'self'" in html.unescape(page)
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    since = f"/content?since={headers['X-Version']}"
+    assert ask(server, since)[::2] == (204, "")
+    lines = (finished / "history.jsonl").read_text().splitlines(True)
+    (begun / "history.jsonl").write_text("".join(lines[:2]) + '{"torn')
+    status, headers, content = ask(server, since)
+    assert status == 200
+    assert "Not finished: 2 of 3 epochs so far" in content
+    assert "<html" not in content
+    errors = [json.loads(line)["error"] for line in lines[:2]]
+    assert json.dumps(errors)[1:-1] in content
+    assert 'data-chart="network"' not in content
+    shutil.copytree(finished / "checkpoints", begun / "checkpoints")
+    status, headers, content = ask(server, f"/content?since={headers['X-Version']}")
+    assert status == 200
+    assert 'data-chart="network"' in content
+    shutil.copy(finished / "results.json", begun)
+    (begun / "history.jsonl").write_text("".join(lines))
+    assert "Finished: 3 epochs." in ask(server, f"/content?since={headers['X-Version']}")[2]
+
+
+def test_the_network_is_read_once_for_each_checkpoint(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    real = module.look_at
+    monkeypatch.setattr(module, "look_at", lambda *args: looks.append(1) or real(*args))
+    with Server(Folder.open(finished)) as made:
+        made.page()
+        made.content()
+        made.content()
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("path", ["/run.json", "/history.jsonl", "/..", "/../", "/checkpoints/", "/favicon.ico"])
+def test_nothing_else_is_there(server: Server, path: str) -> None:
+    status, _, text = ask(server, path)
+    assert (status, text) == (404, "There is nothing here.\n")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "127.0.0.1"])
+def test_a_page_from_elsewhere_gets_nothing(server: Server, host: str) -> None:
+    status, _, text = ask(server, "/", host=host)
+    assert (status, text) == (403, "This server answers on its own address only.\n")
+
+
+def test_it_can_only_be_read(server: Server) -> None:
+    assert ask(server, "/", "HEAD")[::2] == (200, "")
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert ask(server, "/", method)[0] == 501
+    assert ask(server, "/", host=f"localhost:{server.server_address[1]}")[0] == 200
+
+
+def test_it_listens_on_loopback_alone(server: Server) -> None:
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+    assert server.address == f"http://127.0.0.1:{server.server_address[1]}/"
+
+
+def test_damage_is_told_in_the_page(server: Server, begun: Path) -> None:
+    (begun / "history.jsonl").write_text("<b>\n" + (begun / "history.jsonl").read_text())
+    status, _, content = ask(server, "/content")
+    assert status == 200
+    assert "is damaged: line 1 of 2 is no record" in content
+    assert "<b>" not in content
+
+
+def test_a_port_that_is_taken_and_a_run_that_is_not_there(begun: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            Server(Folder.open(begun), port=port)
+        words = [sys.executable, "-m", "ellzero", "report", str(begun), "--serve", "--port", str(port)]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 1
+        assert "Address already in use" in ended.stderr
+        assert "Traceback" not in ended.stderr
+    with pytest.raises(IndexError, match="`index` must be from 0 to 0, got 1"):
+        Server(Folder.open(begun), 1)
+
+
+def test_ctrl_c_ends_it_well(begun: Path) -> None:
+    words = [sys.executable, "-m", "ellzero", "report", "--serve", str(begun)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        assert line.startswith("http://127.0.0.1:")
+        port = int(line.split("/")[2].partition(":")[2])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.skipif(driving.find() is None, reason="no browser is installed (chromium, or another by $ELLZERO_BROWSER)")
+def test_the_browser_follows_the_run(server: Server, begun: Path, finished: Path) -> None:
+    program = driving.find()
+    assert program is not None
+    chromium = driving.Browser(program)
+    try:
+        tab = chromium.open(server.address, 390, touch=True)
+        tab.wait("document.documentElement.dataset.drawn")
+        points = "document.getElementById('error').data[0].x.length"
+        tab.wait(f"{points} === 1")
+        tab.evaluate("document.getElementById('error').same = 'yes'; document.getElementById('recipe').open = true")
+        tab.evaluate("window.scrollTo(0, 300)")
+        for name in ("history.jsonl", "results.json"):
+            shutil.copy(finished / name, begun)
+        shutil.copytree(finished / "checkpoints", begun / "checkpoints")
+        tab.wait(f"{points} === 3 && !!document.getElementById('network')")
+        assert tab.evaluate("document.getElementById('state').textContent") == "Finished: 3 epochs."
+        errors = [json.loads(line)["error"] for line in (finished / "history.jsonl").read_text().splitlines()]
+        assert tab.evaluate("Array.from(document.getElementById('error').data[0].y)") == errors
+        # The chart is the same one, and what the reader had opened and scrolled to stays.
+        assert tab.evaluate("document.getElementById('error').same") == "yes"
+        assert tab.evaluate("document.getElementById('recipe').open") is True
+        assert tab.evaluate("window.scrollY") == 300
+        # A finger on a chart scrolls the page.
+        tab.evaluate("document.getElementById('error').scrollIntoView({block: 'center'})")
+        before = tab.evaluate("window.scrollY")
+        tab.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": 200, "y": 450}])
+        for y in range(430, 230, -20):
+            tab.ask("Input.dispatchTouchEvent", type="touchMove", touchPoints=[{"x": 200, "y": y}])
+        tab.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        tab.wait(f"window.scrollY > {before + 50}")
+        assert tab.problems == []
+        assert all(url.startswith((server.address, "data:")) for url in tab.requests)
+    finally:
+        chromium.close()

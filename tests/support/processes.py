@@ -1,0 +1,299 @@
+"""Tiny trainings in processes of their own, which tests can kill.
+
+`python tests/processes.py` is a server: it imports torch once and forks a child for each job, because an import takes
+seconds. It reads requests and answers them as lines of JSON; at the end of its input it kills all children and ends.
+`Server` is the tests' side of it. The jobs are at the end of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PATIENCE = 120.0  # seconds, after which a job counts as hung
+
+
+# ---------------------------------------------------------------- the tests' side
+
+
+class Job:
+    """A child that runs."""
+
+    def __init__(self, server: Server, pid: int, log: Path) -> None:
+        self.server, self.pid, self.log = server, pid, log
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.pid, number)  # it is not reaped before `wait`, so the number is still its own
+
+    def wait(self) -> int:
+        """Its exit code, or minus the number of the signal that killed it."""
+        code = self.server.ask(wait=self.pid)
+        if code is None:
+            self.kill()
+            raise TimeoutError(f"a job hangs; it said: {self.said}")
+        return int(code)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+
+class Server:
+    """Forks jobs; see the top of this file."""
+
+    def __init__(self, home: Path) -> None:
+        source = Path(__file__).parents[2] / "src"
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(source),
+            "PYTHONWARNINGS": "error::UserWarning",
+        }  # fmt: skip
+        self.home, self.jobs = home, 0
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+            start_new_session=True,  # Ctrl-C at the tests is not one at the jobs
+        )  # fmt: skip
+
+    def ask(self, **request: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the server ended with {self.process.poll()}"
+        return json.loads(line)
+
+    def start(self, job: str, **arguments: Any) -> Job:
+        self.jobs += 1
+        log = self.home / f"{job}-{self.jobs}.log"
+        return Job(self, self.ask(job=job, log=str(log), arguments=arguments), log)
+
+    def run(self, job: str, **arguments: Any) -> Job:
+        """To its end, which must be a good one."""
+        started = self.start(job, **arguments)
+        code = started.wait()
+        assert code == 0, f"{code}: {started.said}"
+        return started
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=PATIENCE)
+        self.process.stdout.close()
+
+
+@contextmanager
+def serving(home: Path) -> Iterator[Server]:
+    server = Server(home)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits until something has come about."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("it does not come about")
+        time.sleep(0.001)
+
+
+# ---------------------------------------------------------------- the server's side
+
+
+def serve() -> None:
+    children: set[int] = set()
+    try:
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "wait" in request:
+                answer = _status(request["wait"])
+                children.discard(request["wait"])
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    _child(JOBS[request["job"]], request["log"], request["arguments"])
+                children.add(answer)
+            print(json.dumps(answer), flush=True)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def _status(pid: int) -> int | None:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    return None
+
+
+def _child(job: Callable[..., None], log: str, arguments: dict[str, Any]) -> None:
+    code = 1
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        job(**arguments)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def dataset(kind: str) -> Any:
+    from ellzero.experiments.data import load, stand_in
+
+    if kind == "cifar10":
+        return stand_in("cifar10", images=64)
+    whole = load("mnist5k")
+    train_x, train_y = whole.train_x[::40], whole.train_y[::40]  # they come class by class
+    return replace(whole, train_x=train_x, train_y=train_y, test_x=whole.test_x[::20], test_y=whole.test_y[::20])
+
+
+@contextmanager
+def together(rank: int, ranks: int, meet: str) -> Iterator[None]:
+    """Joins other processes by a file, which unlike a port nobody else can have taken."""
+    import torch.distributed as dist
+
+    from ellzero.experiments.train import processes as parallel
+
+    if ranks == 1:
+        yield
+        return
+    with parallel.lost_in_words():
+        limit = timedelta(seconds=PATIENCE / 2)
+        dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=ranks, timeout=limit)
+        try:
+            yield
+        finally:
+            parallel.leave()
+
+
+def train(
+    folder: str,
+    save_seconds: float = 0.0,
+    die: tuple[str, int, bool] | None = None,
+    progress: str | None = None,
+    pause: float = 0.0,
+    rank: int = 0,
+    ranks: int = 1,
+    meet: str = "",
+    spoil: int | None = None,
+    dump: str | None = None,
+) -> None:
+    """Trains what a folder says, to its end or from where it stands.
+
+    Args:
+        folder: of the run.
+        save_seconds: 0 for a checkpoint after every step.
+        die: which call of the checkpoint's write kills the process ("write", "fsync", "replace", "unlink"; "step" for
+            the end of a step), in which save, and whether the call is made first.
+        progress: file that gets a byte after every step.
+        pause: seconds that every step takes longer.
+        rank: of this process.
+        ranks: how many processes there are.
+        meet: file by which they find each other.
+        spoil: number of the step, from 0, after which a parameter of this process is changed.
+        dump: file that gets the state of this process at the end.
+    """
+    import numpy as np
+    import torch
+
+    from ellzero.experiments.store import checkpoint
+    from ellzero.experiments.store.folders import Folder
+    from ellzero.experiments.train import loop as training
+    from ellzero.experiments.train.trainer import Trainer
+
+    step = Trainer.step
+
+    def watched(trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
+        out = step(trainer, *args, **kwargs)
+        if progress is not None:
+            with open(progress, "ab") as file:
+                file.write(b".")
+        time.sleep(pause)
+        if trainer.steps_done == spoil:  # before this step
+            with torch.no_grad():
+                trainer.runs.values()["network.model.fc2.bias"][3] += 1e-6
+        return out
+
+    Trainer.step = watched  # type: ignore[method-assign]
+    random.seed(0)  # torch's generator is the run's business; these two are saved as well
+    np.random.seed(0)  # noqa: NPY002
+    if die is not None:
+        _die_in_a_save(checkpoint, *die)
+    run = Folder.open(folder)
+    with together(rank, ranks, meet):
+        trainer = training.train(run.recipes, dataset(run.recipes[0].data), run, save_seconds=save_seconds)
+    if dump is not None:
+        torch.save({**trainer.state(), "history": trainer.history}, dump)
+
+
+def _die_in_a_save(checkpoint: Any, call: str, count: int, after: bool) -> None:
+    """SIGKILL in the `count`-th save, at its first call of this kind but for "write", at the second."""
+    checkpoint._CHUNK = 1 << 20  # a few writes for each save
+    saves, save = [0], checkpoint.save
+    calls = [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        saves[0] += 1
+        calls[0] = 0
+        return save(*args, **kwargs)
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        fatal = saves[0] == count and calls[0] == (2 if call == "write" else 1)
+        if fatal and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        out = original(*args, **kwargs)
+        if fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return out
+
+    checkpoint.save = counted
+    original = getattr(os, call)
+    setattr(os, call, deadly)
+
+
+JOBS: dict[str, Callable[..., None]] = {"train": train}
+
+if __name__ == "__main__":
+    import torch
+
+    from ellzero.experiments.recipes import Recipe
+    from ellzero.experiments.train.building import build
+
+    # What the first network to be traced takes is taken here, once. No backward: its threads would not be forked.
+    _basis: dict[str, Any] = {"name": "warm", "network": "lenet300", "data": "mnist5k", "penalty": 0.1}
+    build(Recipe(**_basis), dataset("mnist5k"), torch.device("cpu"))
+    serve()
