@@ -240,7 +240,7 @@ def loading(recipe: Recipe, file: Path) -> list[str]:
     facts = data.KNOWN[recipe.data]
     scale = "" if recipe.scaling == "unit" else f", {facts.mean}, {facts.std}"
     return [
-        "import ellzero, ellzero.data, ellzero.experiments.networks",
+        "import ellzero, ellzero.experiments.data, ellzero.experiments.networks",
         f"net = ellzero.load(ellzero.experiments.networks.{made}, {json.dumps(file.as_posix())}).eval()",
         f"logits = net(ellzero.experiments.data.scaled(images{scale}))  # of bytes, (N, C, H, W)",
     ]

@@ -304,7 +304,7 @@ def home() -> Path:
     Raises:
         StudyError: it is in neither place.
     """
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     for folder in (here / "reproductions", here.parent.parent / "reproductions"):
         if folder.is_dir():
             return folder
