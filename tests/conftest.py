@@ -1,11 +1,16 @@
 """What all tests share: a fixed seed, torch's global state left as it was, and no verdict that depends on the clock."""
 
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from support import finished
 
 # The parent is hypothesis' own choice: random examples at home; the same ones every time where CI is set.
 settings.register_profile("ellzero", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
@@ -22,3 +27,14 @@ def _same_torch_every_time() -> Iterator[None]:
     yield
     assert torch.get_default_dtype() is torch.float32, "the test left another default dtype behind"
     assert torch.is_grad_enabled(), "the test left gradients switched off"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Opens the cache of finished runs, once for all processes of a test session: they inherit the environment."""
+    if not hasattr(config, "workerinput"):
+        os.environ[finished.CACHE] = tempfile.mkdtemp(prefix="ellzero-finished-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(finished.CACHE), ignore_errors=True)

@@ -1,0 +1,51 @@
+"""Shared runs: trained once, the same for who asks first and who asks second."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ellzero.experiments.store.folders import Folder
+from support import finished
+from support.finished import begun, copied, once
+
+SHORT = {
+    "network": "lenet300",
+    "placement": "shrinkable",
+    "cost": "params",
+    "batch": 50,
+    "epochs": 1,
+    "finetune_epochs": 0,
+}
+
+
+def test_a_run_is_trained_once_and_leaves_no_trace_in_the_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        home = finished.finished("demo", images=100, **SHORT)
+        drawn.append(torch.rand(()))
+        monkeypatch.setattr(finished, "train", None)  # the second time nobody may ask for it
+    assert drawn[0] == drawn[1]
+    folder = Folder.open(copied(home, tmp_path / "copy"))
+    assert next(r["epoch"] for r in folder.history()) == 1
+    assert folder.results() is not None
+
+
+def test_a_run_that_was_begun_has_closed_gates_and_no_history() -> None:
+    folder = Folder.open(begun("demo", images=100, closed={"fc1": 5}, **SHORT))
+    assert folder.history() == []
+    assert folder.results() is None
+    assert list(folder.checkpoints.iterdir())
+
+
+def test_a_folder_that_failed_is_made_again() -> None:
+    def fail(home: Path) -> None:
+        home.mkdir()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        once("failing", fail)
+    assert once("failing", Path.mkdir).is_dir()
