@@ -1,6 +1,8 @@
 """The papers' networks against published sizes, closed forms, and a forward pass written out by hand."""
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.experiments.networks import LeNet5, LeNet300, WideResNet, initialize_2018, initialize_2021
+from ellzero.experiments.networks import LeNet5, LeNet300, WideResNet, find, initialize_2018, initialize_2021
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph
 from support.networks import assert_same, counted_macs, numel, settled
@@ -68,6 +70,31 @@ def test_no_such_network() -> None:
         WideResNet(depth=4)
     with pytest.raises(ValueError, match=r"`width` .* got 0"):
         WideResNet(16, width=0)
+
+
+@pytest.mark.parametrize(("name", "x"), [("lenet300", DIGIT), ("lenet5", DIGIT), ("wrn-10-1", COLOUR)])
+def test_facts_are_those_of_the_network(name: str, x: Tensor) -> None:
+    facts = find(name)
+    net = facts.make(7, dropout=0.5).eval()
+    assert facts.name == name
+    assert net(x).shape == (2, 7)
+    assert x.shape[1:] == facts.images
+    assert facts.has_batch_norm == any(isinstance(m, nn.BatchNorm2d) for m in net.modules())
+    assert facts.has_dropout == any(isinstance(m, nn.Dropout) and m.p == 0.5 for m in net.modules())
+    if facts.blocks is not None:
+        assert gates(l0.attach(net, x, where=partial(l0.per_layer, only=facts.blocks)))
+    # A layer that gives nothing is no end where a path leads around it.
+    hidden = "blocks.1.conv1" if facts.residual else "fc1"
+    for value in net.get_submodule(hidden).parameters():
+        nn.init.zeros_(value)
+    differ = not torch.equal(*net(torch.randn_like(x)).split(1))
+    assert differ == facts.residual
+
+
+@pytest.mark.parametrize("name", ["resnet", "lenet-5", "wrn-27-10", "wrn-4-1", "wrn-28-0", "wrn-28-10-1", "", None])
+def test_an_unknown_network_is_refused_with_those_there_are(name: Any) -> None:
+    with pytest.raises(ValueError, match=r'^`network` must be "lenet300", "lenet5" or "wrn-DEPTH-WIDTH" with .*, got '):
+        find(name)
 
 
 # ---------------------------------------------------------------- forward passes

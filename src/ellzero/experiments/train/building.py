@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ellzero import gates
-from ellzero.experiments import networks as zoo
+from ellzero.experiments import networks
 from ellzero.experiments.data import Dataset, scaled
 from ellzero.experiments.recipes import Recipe
 from ellzero.gated import placements
@@ -28,12 +28,7 @@ WHERE: dict[str, placements.Where] = {
 
 def network(recipe: Recipe, classes: int) -> nn.Module:
     """The network that a recipe names, without gates."""
-    if recipe.network == "lenet300":
-        return zoo.LeNet300(classes)
-    if recipe.network == "lenet5":
-        return zoo.LeNet5(classes)
-    _, depth, width = recipe.network.split("-")
-    return zoo.WideResNet(int(depth), int(width), classes, dropout=recipe.dropout)
+    return networks.find(recipe.network).make(classes, recipe.dropout)
 
 
 def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated | None, nn.Module]:
@@ -46,11 +41,11 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated
         makers = {p: partial(gates.HardConcreteGate, drop_rate=r, rule=rule) for p, r in recipe.drop_rates.items()}
         gated = attach(model, (scaled(dataset.train_x[:2].cpu()),), gate=makers, where=WHERE[recipe.placement])
     if recipe.init == "2018":
-        zoo.initialize_2018(model)
+        networks.initialize_2018(model)
     else:
         # Gates of `per_layer` have the name of the layer whose weights make up for them; others belong to no one layer.
         names = [name for name, _ in gated.named_gates()] if gated and recipe.placement != "shrinkable" else []
-        zoo.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
+        networks.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
     return (None, model.to(device)) if gated is None else (gated.to(device), model)
 
 

@@ -1,0 +1,26 @@
+"""The networks of the two papers, how their weights are initialised, and what others may ask about each.
+
+There is no gate in sight: gates come from outside, by `attach`. A new network is a new file here.
+"""
+
+import importlib
+import pkgutil
+
+from ellzero.experiments.networks.facts import Network, find, names
+from ellzero.experiments.networks.initialization import initialize_2018, initialize_2021
+from ellzero.experiments.networks.lenet import LeNet5, LeNet300
+from ellzero.experiments.networks.wide_resnet import WideResNet
+
+for _module in pkgutil.iter_modules(__path__):  # so that a file that is not exported above registers itself too
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "LeNet5",
+    "LeNet300",
+    "Network",
+    "WideResNet",
+    "find",
+    "initialize_2018",
+    "initialize_2021",
+    "names",
+]

@@ -1,0 +1,98 @@
+"""How the weights of the papers' networks are initialised, by either paper; of any network, gated or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Generator, nn
+
+
+def initialize_2018(model: nn.Module, generator: Generator | None = None) -> None:
+    """Draws the weights anew as Louizos et al. (2018) do in their code.
+
+    Weights are N(0, 2 / in) in a fully connected layer and N(0, 2 / (C_in·k·k)) in a convolution; every bias is 0.
+    Batch norms begin as the identity.
+
+    Args:
+        model: whose `nn.Linear`, `nn.Conv2d` and `nn.BatchNorm2d` layers are initialised, in place.
+        generator: source of randomness; torch's default one if absent.
+
+    Example:
+        >>> from ellzero.experiments.networks.lenet import LeNet300
+        >>> net = LeNet300()
+        >>> initialize_2018(net, torch.Generator().manual_seed(0))
+        >>> round(float(net.fc1.weight.detach().var()) * 784, 1), int(net.fc1.bias.count_nonzero())
+        (2.0, 0)
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu", generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.BatchNorm2d):
+            _as_identity(module)
+
+
+@torch.no_grad()
+def initialize_2021(
+    model: nn.Module, drop_rates: Mapping[str, float] | None = None, generator: Generator | None = None
+) -> None:
+    """Draws the weights anew as Gallego-Posada et al. (2021) do in their code.
+
+    Gates begin at about 1 − p, and the weights under them make up for it. Every bias is N(0, 0.01²); batch norms begin
+    as the identity.
+
+    ==================  ==============================================  =====================
+    layer               gated                                           not gated
+    ==================  ==============================================  =====================
+    fully connected     N(0, 2 / out) ÷ (1 − p)                         N(0, 2 / in)
+    convolution         N(0, 2 / (C_in·k·k)) ÷ (1 − p), bias ÷ (1 − p)  N(0, 2 / (C_out·k·k))
+    ==================  ==============================================  =====================
+
+    Args:
+        model: whose `nn.Linear`, `nn.Conv2d` and `nn.BatchNorm2d` layers are initialised, in place.
+        drop_rates: p of the gated layers by the pattern (as in `fnmatch`) of their names, the first match counting.
+        generator: source of randomness; torch's default one if absent.
+
+    Raises:
+        ValueError: a rate is not in [0, 1), or a pattern matches no layer; the model is untouched.
+
+    Example:
+        >>> from ellzero.experiments.networks.lenet import LeNet300
+        >>> net = LeNet300()
+        >>> initialize_2021(net, {"fc1": 0.2, "fc?": 0.5}, torch.Generator().manual_seed(0))
+        >>> round(float(net.fc1.weight.detach().var()) * 0.8**2 * 300, 1)
+        2.0
+    """
+    drop_rates = drop_rates or {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
+    for pattern, p in drop_rates.items():
+        if not 0 <= p < 1:
+            raise ValueError(f"`drop_rates` must be in [0, 1), got {p} for {pattern!r}")
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            raise ValueError(f"`drop_rates` must name layers of the model ({', '.join(layers)}), got {pattern!r}")
+
+    for name, layer in layers.items():
+        rate = next((p for pattern, p in drop_rates.items() if fnmatchcase(name, pattern)), None)
+        gated, convolution = rate is not None, isinstance(layer, nn.Conv2d)
+        mode: Literal["fan_in", "fan_out"] = "fan_in" if gated == convolution else "fan_out"
+        nn.init.kaiming_normal_(layer.weight, mode=mode, nonlinearity="relu", generator=generator)
+        if layer.bias is not None:
+            nn.init.normal_(layer.bias, 0.0, 0.01, generator=generator)
+        if rate is not None:
+            layer.weight.div_(1 - rate)
+            if convolution and layer.bias is not None:
+                layer.bias.div_(1 - rate)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            _as_identity(module)
+
+
+def _as_identity(norm: nn.BatchNorm2d) -> None:
+    norm.reset_running_stats()
+    if norm.affine:
+        nn.init.ones_(norm.weight)
+        nn.init.zeros_(norm.bias)

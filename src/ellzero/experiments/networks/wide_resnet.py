@@ -1,0 +1,112 @@
+"""Wide residual networks, for CIFAR; plain `nn.Module`s that know nothing of gates, data or training."""
+
+from __future__ import annotations
+
+import re
+from typing import final
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ellzero.experiments.networks.facts import Network, register
+
+
+@final
+class PreActivationBlock(nn.Module):
+    """Two 3×3 convolutions, each after batch norm and ReLU, and a path around them (He et al., 2016).
+
+    Args:
+        inputs: channels in.
+        outputs: channels out, and of the hidden layer.
+        stride: of the first convolution. Where the shape changes, the way around is a 1×1 convolution of the activated
+            input.
+        dropout: rate on the hidden layer, between its ReLU and the second convolution.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int, dropout: float) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.dropout = nn.Dropout(dropout)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.shortcut = None
+        if inputs != outputs or stride != 1:
+            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stream after this block."""
+        active = F.relu(self.bn1(x))
+        hidden = F.relu(self.bn2(self.conv1(active)))
+        around = x if self.shortcut is None else self.shortcut(active)
+        out: Tensor = around + self.conv2(self.dropout(hidden))
+        return out
+
+
+@final
+class WideResNet(nn.Module):
+    """WRN-depth-width (Zagoruyko & Komodakis, 2016): pre-activation blocks with 16, 32 and 64 times `width` channels.
+
+    The hidden layer of each block is where the first paper has its gates, and where dropout goes otherwise: WRN-28-10
+    has 12 of them with 4,480 units. As in the paper of these networks, the first convolution of a block has the stride;
+    the public code of both L0 papers strides the second one, with as many parameters and 13 % more MACs in WRN-28-10.
+
+    Args:
+        depth: number of layers, 6 n + 4 for n blocks in each group.
+        width: k, the factor on the number of channels.
+        classes: number of outputs.
+        dropout: rate on the hidden layer of every block.
+
+    Raises:
+        ValueError: there is no such network.
+
+    Example:
+        >>> import torch
+        >>> net = WideResNet(depth=10, width=1)
+        >>> net(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, depth: int = 28, width: int = 10, classes: int = 10, dropout: float = 0.0) -> None:
+        super().__init__()
+        if depth < 10 or depth % 6 != 4:
+            raise ValueError(f"`depth` must be 6 n + 4 with n >= 1 (10, 16, 22, 28, ...), got {depth}")
+        if width < 1:
+            raise ValueError(f"`width` must be at least 1, got {width}")
+        blocks, channels = [], 16
+        for group, outputs in enumerate((16 * width, 32 * width, 64 * width)):
+            for block in range((depth - 4) // 6):
+                stride = 2 if group > 0 and block == 0 else 1
+                blocks.append(PreActivationBlock(channels, outputs, stride, dropout))
+                channels = outputs
+        self.conv = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
+        self.blocks = nn.Sequential(*blocks)
+        self.bn = nn.BatchNorm2d(channels)
+        self.fc = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of images (N, 3, H, W)."""
+        h = F.relu(self.bn(self.blocks(self.conv(x))))
+        logits: Tensor = self.fc(h.mean((2, 3)))
+        return logits
+
+
+def _network(typed: re.Match[str]) -> Network | None:
+    depth, width = int(typed[1]), int(typed[2])
+    if depth < 10 or depth % 6 != 4:
+        return None
+    return Network(
+        name=typed[0],
+        title=typed[0].upper(),
+        make=lambda classes, dropout=0.0: WideResNet(depth, width, classes, dropout),
+        images=(3, 32, 32),
+        has_batch_norm=True,
+        has_dropout=True,
+        blocks="blocks.*.conv1",
+        residual=True,
+        compiling=(2_500, 0.13),  # seen on an H200 with WRN-28-10
+        test_batch=1000,
+    )
+
+
+register(r"wrn-([1-9]\d*)-([1-9]\d*)", _network, typed='"wrn-DEPTH-WIDTH" with depth 10, 16, 22, 28, ...')
