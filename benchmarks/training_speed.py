@@ -17,7 +17,8 @@ from comparing import compared, steps, timed
 from provenance import write
 
 from ellzero.experiments.data import Dataset, load
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.trainer import Trainer
 
 DENSE = {"placement": None, "at_most": None}

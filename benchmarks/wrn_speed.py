@@ -24,7 +24,8 @@ from comparing import compared, steps, timed
 from provenance import write
 
 from ellzero.experiments.data import Dataset, stand_in
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 

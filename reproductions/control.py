@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from ellzero.experiments.figures import COLOURS, INK, MARKERS, grid, legend, save
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study, interval, new_table, point_at_end_of_training
 
 TARGETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study, new_table, took, with_interval
 
 PAIRS = (("MLP, ε=33 %", get("gallego-mlp")), ("LeNet-5, ε=10 %", get("gallego-lenet5")))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ellzero.experiments.figures import BLUE, INK, VERMILION, curves, grid, legend, save
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study, by_epoch
 
 TARGET = get("gallego-mlp")

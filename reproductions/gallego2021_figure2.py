@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from ellzero.experiments.figures import BLUE, INK, VERMILION, grid, save
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study, interval, new_table, took, with_interval
 
 EPOCHS = 100

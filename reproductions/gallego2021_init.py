@@ -7,7 +7,7 @@ by 1 − p: the first loss of LeNet-5 is about 100 then, and about 2.3 with the 
 from Table 1, to see what of its errors is due to it.
 """
 
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study
 
 PUBLISHED = {

@@ -7,7 +7,7 @@ averaging, standardised pixels, test-time gates by the median. Published errors:
 epochs over five runs.
 """
 
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study
 
 STUDY = Study(

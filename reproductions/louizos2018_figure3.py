@@ -23,7 +23,8 @@ import torch
 import ellzero as l0
 from ellzero.experiments import networks as zoo
 from ellzero.experiments.figures import BLUE, GREY, INK, VERMILION, curves, grid, legend, save
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.reproduce import Row, Study, by_epoch
 
 ROWS = (

@@ -8,7 +8,7 @@ work reported the best during training: both are printed. The λs of "λ sep." a
 LeNet-5 ([10, 0.5, 0.1, 10]/N); the MLP's are published nowhere and are ours.
 """
 
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study
 
 STUDY = Study(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ellzero.experiments.data import load
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.train.loop import train
 
 

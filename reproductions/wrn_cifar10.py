@@ -31,7 +31,7 @@ from typing import Any
 from rich.table import Table
 
 from ellzero.experiments.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, grid, legend, save
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study, new_table, with_interval
 from ellzero.experiments.store.folders import pace
 

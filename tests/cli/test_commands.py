@@ -27,7 +27,8 @@ from ellzero.cli.app import CommandError, app
 from ellzero.experiments import data
 from ellzero.experiments import networks as zoo
 from ellzero.experiments.data import KNOWN, scaled, stand_in
-from ellzero.experiments.recipes import RECIPES, Recipe, get
+from ellzero.experiments.papers import RECIPES, get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train import loop as training

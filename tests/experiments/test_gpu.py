@@ -18,7 +18,7 @@ from test_settling import SETTLING
 from test_shrinking import RUNS, close, gated_of, images, in_float64, losses
 from torch import Tensor
 
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train.trainer import Trainer
 

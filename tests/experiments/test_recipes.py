@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import ellzero as l0
 from ellzero.experiments import networks as zoo
-from ellzero.experiments.recipes import _CHECKS, RECIPES, Recipe, from_strings, get, load_toml
+from ellzero.experiments.papers import RECIPES, get, load_toml
+from ellzero.experiments.recipe import _CHECKS, Recipe, from_strings
 from ellzero.experiments.train.building import WHERE
 
 # ---------------------------------------------------------------- the papers' rows

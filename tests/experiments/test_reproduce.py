@@ -26,7 +26,8 @@ from scipy import stats
 import ellzero.cli.studies as command
 from ellzero.cli import main
 from ellzero.experiments.data import Dataset, load
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.reproduce import (
     Row,
     Study,

@@ -26,7 +26,8 @@ from ellzero.cli import sweeping as command
 from ellzero.experiments import networks as zoo
 from ellzero.experiments import sweep as sweeping
 from ellzero.experiments.data import DataError, Dataset, load
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folders import Folder, FolderError
 from ellzero.experiments.sweep import Sweep, SweepError, activations, memory, pareto, room, run, values_of
 from ellzero.experiments.train import loop as training

@@ -26,7 +26,7 @@ from ellzero.cli import main
 from ellzero.experiments import reproduce
 from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.networks import WideResNet
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.reproduce import Study
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folders import Folder

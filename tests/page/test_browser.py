@@ -17,7 +17,7 @@ from test_progress import RECIPE, begun
 
 from ellzero.cli import main
 from ellzero.experiments.data import stand_in
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train.loop import train
 from ellzero.gates.distributions import BinaryConcrete, HardConcrete

@@ -21,7 +21,8 @@ from ellzero.cli import main
 from ellzero.experiments import networks as zoo
 from ellzero.experiments.data import stand_in
 from ellzero.experiments.figures import PlotsMissingError
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folders import Folder, FolderError
 from ellzero.experiments.train.loop import train
 from ellzero.gated.module import Gated

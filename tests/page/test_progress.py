@@ -14,7 +14,7 @@ import torch
 from test_page import embedded, text_of
 
 from ellzero.experiments.data import stand_in
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.store.folders import Folder, pace
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer

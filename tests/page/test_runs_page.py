@@ -16,7 +16,8 @@ import pytest
 
 from ellzero.cli import main
 from ellzero.experiments import figures
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folders import Folder
 from ellzero.page import charts, page_file
 from ellzero.page import runs as page

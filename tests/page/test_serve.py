@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ellzero.experiments.data import stand_in
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train.loop import train
 from ellzero.page import serve as module

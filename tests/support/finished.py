@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ellzero.experiments.data import stand_in
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer

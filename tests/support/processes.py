@@ -290,7 +290,7 @@ JOBS: dict[str, Callable[..., None]] = {"train": train}
 if __name__ == "__main__":
     import torch
 
-    from ellzero.experiments.recipes import Recipe
+    from ellzero.experiments.recipe import Recipe
     from ellzero.experiments.train.building import build
 
     # What the first network to be traced takes is taken here, once. No backward: its threads would not be forked.

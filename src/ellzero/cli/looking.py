@@ -32,7 +32,8 @@ from ellzero.cli.opening import (
 )
 from ellzero.cli.running import COMPACT
 from ellzero.experiments import data
-from ellzero.experiments.recipes import RECIPES, Recipe
+from ellzero.experiments.papers import RECIPES
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.building import network as dense_network
 from ellzero.experiments.train.lagrangian import COSTS
 from ellzero.experiments.train.trainer import Trainer

@@ -16,9 +16,9 @@ from torch import nn
 from tyro.conf import arg
 
 from ellzero.cli.app import FAILED, CommandError, foreseen
-from ellzero.experiments import data, recipes
+from ellzero.experiments import data, papers
 from ellzero.experiments.data import Dataset, scaled
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train import processes as parallel
@@ -44,11 +44,11 @@ def find_recipe(text: str) -> Recipe:
         'lenet5'
     """
     with foreseen(bad_usage=(ValueError,)):
-        if text not in recipes.RECIPES and (text.endswith(".toml") or Path(text).is_file()):
+        if text not in papers.RECIPES and (text.endswith(".toml") or Path(text).is_file()):
             if not Path(text).is_file():
                 raise CommandError(f"there is no recipe {text!r}: no such file")
-            return recipes.load_toml(text)
-        return recipes.get(text)
+            return papers.load_toml(text)
+        return papers.get(text)
 
 
 def _field_help() -> dict[str, str]:
@@ -90,7 +90,7 @@ def changes(chosen: Any) -> dict[str, Any]:
         >>> changes(Fields(epochs="3", at_most='{"fc1" = 0.2}'))
         {'at_most': {'fc1': 0.2}, 'epochs': 3}
     """
-    return recipes.from_strings({name: text for name, text in vars(chosen).items() if text is not None})
+    return from_strings({name: text for name, text in vars(chosen).items() if text is not None})
 
 
 def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -101,7 +101,7 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """
     with foreseen(bad_usage=(ValueError,)):
         changed = recipe.override(**values)
-        recipes.refuse_idle(changed, values)
+        refuse_idle(changed, values)
         return changed
 
 

@@ -33,7 +33,7 @@ from ellzero.cli.opening import (
     small_network,
 )
 from ellzero.experiments.data import Dataset
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.checkpoint import steps
 from ellzero.experiments.store.folders import Folder, FolderError, provenance
 from ellzero.experiments.train import processes as parallel

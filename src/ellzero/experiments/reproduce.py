@@ -34,7 +34,7 @@ from rich import box
 from rich.table import Table
 
 from ellzero.experiments.data import Dataset
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folders import Folder, FolderError, provenance, refuse_busy, write_text
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.trainer import STACKABLE, Trainer

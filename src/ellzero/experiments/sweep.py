@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ellzero.experiments import figures
 from ellzero.experiments.data import Dataset, scaled
-from ellzero.experiments.recipes import Recipe, from_strings, refuse_idle
+from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
 from ellzero.experiments.reproduce import AT_ONCE, interval, new_table, stack_name, stacks
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folders import Folder, FolderError, provenance, refuse_busy, write_text
@@ -94,7 +94,7 @@ def values_of(field: str, text: str) -> list[Any]:
 
     Args:
         field: of a recipe; "-" may stand for "_".
-        text: values as `recipes.from_strings` reads them, with commas between.
+        text: values as `recipe.from_strings` reads them, with commas between.
 
     Raises:
         ValueError: there is no such field, a value is empty, or a bracket or a quote is not closed.
@@ -170,7 +170,7 @@ class Sweep:
             is one run only, or a number is less than 1.
 
     Example:
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> sweep = Sweep(get("demo"), {"at_most": [0.1, 0.2], "epochs": [5]}, seeds=3)
         >>> [point.label for point in sweep.points], len(sweep.runs)
         (['at_most=0.1', 'at_most=0.2'], 6)
@@ -297,7 +297,7 @@ def room(recipe: Recipe, dataset: Dataset) -> int:
 
     Example:
         >>> from ellzero.experiments.data import stand_in
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> data = stand_in("mnist5k", images=8)
         >>> room(get("demo"), data), room(get("demo").override(augment=True), data)
         (8, 1)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.experiments import data
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folders import Folder, FolderError
 from ellzero.experiments.train.lagrangian import targets

@@ -20,7 +20,7 @@ from typing import Any, Literal, final
 from urllib.parse import quote
 
 from ellzero.experiments import figures, sweep
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.reproduce import interval
 from ellzero.experiments.store.folders import Folder, FolderError
 from ellzero.page.charts import SERIES, Chart, render, script_json
@@ -331,7 +331,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
     """Runs by their recipes, the seed left out, in the order of their first ones.
 
     Example:
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> ones = dict.fromkeys(COSTS, 1.0)
         >>> def run(recipe, error):
         ...     return Run(recipe, "a", Path("a"), {"error_last": error, "error_best": error}, ones, ones, {}, {})

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.checkpoint import (
     CheckpointError,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.store import folders
 from ellzero.experiments.store.folders import Folder, FolderError, provenance
 

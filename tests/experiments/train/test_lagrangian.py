@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import ellzero as l0
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.lagrangian import AUTO_FOLDS, AUTO_SPEED, Lagrangian, dual_optimizer, parts, targets
 from ellzero.experiments.train.stack import l2_of_weights
 

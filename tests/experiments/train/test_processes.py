@@ -24,7 +24,7 @@ from torch import Tensor
 
 import ellzero as l0
 from ellzero.experiments.data import Dataset, scaled
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.checkpoint import CheckpointError
 from ellzero.experiments.store.folders import Folder

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.checkpoint import CheckpointError
 from ellzero.experiments.store.folders import Folder, FolderError

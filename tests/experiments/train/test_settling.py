@@ -19,7 +19,7 @@ from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 from ellzero import gates
 from ellzero.cli import looking, main, opening, running
 from ellzero.experiments.networks import WideResNet
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train.building import architecture
 from ellzero.experiments.train.lagrangian import COSTS

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.networks import WideResNet
-from ellzero.experiments.recipes import Recipe, get
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train import building
 from ellzero.experiments.train.building import architecture

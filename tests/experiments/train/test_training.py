@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.experiments.data import Dataset, load, scaled
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.building import architecture, build
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ellzero.experiments.recipes import get
+from ellzero.experiments.papers import get
 from ellzero.experiments.train.watching import Bar, TensorBoard
 
 DEMO = get("demo").override(epochs=3, finetune_epochs=1)

@@ -29,7 +29,7 @@ from typing import Any, Self, final
 
 import torch
 
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.out.saving import installed_version
 
 try:
@@ -57,7 +57,7 @@ class Folder:
 
     Example:
         >>> import tempfile
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> with tempfile.TemporaryDirectory() as home:
         ...     folder = Folder.create(Path(home, "demo"), [get("demo")])
         ...     folder.log([{"epoch": 1, "error": 5.0}, {"epoch": 2, "error": math.nan}])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ellzero.experiments.data import Dataset, crop_and_flip, epoch_generator, scaled
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import processes as parallel
 
 _PAD = 4  # black pixels around an image that is cropped
@@ -31,7 +31,7 @@ class Supply:
 
     Example:
         >>> from ellzero.experiments.data import stand_in
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> supply = Supply([get("demo").override(batch=4)], stand_in("mnist5k", images=8), gates=3)
         >>> order, noise = supply.epoch(0)
         >>> order.shape, noise.shape, supply.batch(order[0])[0].shape

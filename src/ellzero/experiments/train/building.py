@@ -14,7 +14,7 @@ from torch import nn
 from ellzero import gates
 from ellzero.experiments import networks
 from ellzero.experiments.data import Dataset, scaled
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.gated import placements
 from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ellzero import objectives
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.stack import NORMS, l2_of_weights
 from ellzero.objectives import costs
 
@@ -34,7 +34,7 @@ def parts(recipes: Sequence[Recipe], gates: Iterable[str]) -> list[Part]:
     modules that a target names, then `l2_norm` where it acts.
 
     Example:
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> [(cost.__name__, only) for cost, only in parts([get("demo")], ["conv1", "conv2"])]
         [('l0_norm', 'conv1'), ('l0_norm', 'conv2'), ('macs', None)]
     """
@@ -58,7 +58,7 @@ def dual_optimizer(recipe: Recipe, steps: int) -> objectives.AbstractDual:
     """What moves the multipliers of a recipe, in a run of so many steps.
 
     Example:
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> dual_optimizer(get("gallego-mlp"), 1000)
         GradientAscent(lr=0.0001, restarts=True)
     """

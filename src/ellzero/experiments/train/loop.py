@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, final
 
 from ellzero.experiments.data import Dataset
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train import processes as parallel
@@ -62,7 +62,7 @@ def train(
 
     Example:
         >>> from ellzero.experiments.data import stand_in
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> trainer = train([get("demo").override(epochs=1, finetune_epochs=0, batch=4)], stand_in("mnist5k", images=8))
         >>> trainer.results()[0]["costs"]["macs"]["kept"] <= 0.2
         True

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ellzero import gates
 from ellzero.experiments.data import Dataset
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folders import Folder
 from ellzero.experiments.train import processes as parallel

@@ -17,7 +17,7 @@ from typing import Any, final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ellzero.experiments.recipes import Recipe
+from ellzero.experiments.recipe import Recipe
 
 
 class AbstractWatcher(ABC):
@@ -66,7 +66,7 @@ class Bar(AbstractWatcher):
         clock: seconds since some moment.
 
     Example:
-        >>> from ellzero.experiments.recipes import get
+        >>> from ellzero.experiments.papers import get
         >>> bar = Bar(Console(width=100), clock=iter([0.0, 9.0, 10.0]).__next__)
         >>> bar.begin([get("demo").override(epochs=30, finetune_epochs=5)], done=0, total=1400)
         >>> bar.step(40)

@@ -1,0 +1,208 @@
+"""The named recipes: both papers' and our own, and recipes in TOML files, which may begin with a named one.
+
+This file knows published settings; what a recipe is, and which values it may have, is in `recipe`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+
+from ellzero.experiments.recipe import Recipe, absent, nearest, refuse_unknown
+
+
+def load_toml(path: str | PathLike[str]) -> Recipe:
+    r"""Reads a recipe from a TOML file: a key for each field, and `base = "NAME"` to begin with a named recipe.
+
+    Args:
+        path: the file. Its name without the ending is the recipe's, where the file gives none.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not TOML, or not a recipe; the message begins with the file's name.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder, "half.toml")
+        ...     _ = file.write_text('base = "gallego-mlp"\nat_most = 0.5\n')
+        ...     load_toml(file).name, load_toml(file).at_most
+        ('half', 0.5)
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"`path` must be a TOML file, and there is none at {str(file)!r}")
+    try:
+        values = {"name": file.stem, **tomllib.loads(file.read_text(encoding="utf-8"))}
+        base = values.pop("base", None)
+        refuse_unknown(values, also=("base",))
+        values = {name: absent(name, value) for name, value in values.items()}
+        return Recipe.from_dict(values) if base is None else get(base).override(**values)
+    except ValueError as error:  # those of tomllib and of UTF-8 too
+        raise ValueError(f"{file.name}: {error}") from error
+
+
+def get(name: str) -> Recipe:
+    """The recipe of this name in `RECIPES`.
+
+    Raises:
+        ValueError: there is none.
+
+    Example:
+        >>> get("louizos-lenet")
+        Traceback (most recent call last):
+        ...
+        ValueError: `louizos-lenet` is not the name of a recipe; did you mean `louizos-lenet5`?
+    """
+    if isinstance(name, str) and name in RECIPES:
+        return RECIPES[name]
+    raise ValueError(f"`{name}` is not the name of a recipe; {nearest(str(name), RECIPES)}")
+
+
+# ---------------------------------------------------------------- the papers'
+
+
+def _papers() -> Iterable[Recipe]:
+    mlp = {"fc1": 0.2, "fc2": 0.5, "fc3": 0.5}
+    louizos = Recipe(  # Louizos et al. (2018), section 4.1, and their code
+        name="louizos-mlp",
+        network="lenet300",
+        data="mnist",
+        init="2018",
+        placement="per_layer",
+        drop_rates=mlp,
+        rule="noiseless",
+        penalty=0.1,
+        optimizer="adam",
+        lr=1e-3,
+        batch=100,
+        epochs=200,
+        ema=0.999,
+        scaling="unit",
+    )
+    yield louizos
+    # The paper does not give its λs for the MLP, nor does any later one. These are ours, between points of the grid of
+    # reproductions/search_mlp_sep.py, picked to come close to the published 266-88-33.
+    yield louizos.override(name="louizos-mlp-sep", penalty={"fc1": 0.1, "fc2": 0.5, "fc3": 5.0})
+    lenet = louizos.override(name="louizos-lenet5", network="lenet5", drop_rates={"*": 0.5})
+    yield lenet
+    # As Li & Ji (2019, L0-ARM) give them; the paper itself names 10 and 0.5, for the convolutions.
+    yield lenet.override(name="louizos-lenet5-sep", penalty={"conv1": 10, "conv2": 0.5, "fc1": 0.1, "fc2": 10})
+
+    gallego = louizos.override(  # Gallego-Posada et al. (2021), section 4, and their code
+        name="gallego-mlp",
+        init="2021",
+        rule="median",
+        penalty=None,
+        at_most=0.33,
+        dual="ascent",
+        dual_lr=1e-4,
+        restarts=True,
+        lr=7e-4,
+        batch=128,
+        ema=None,
+        scaling="standard",
+    )
+    yield gallego
+    yield gallego.override(name="gallego-mlp-layers", at_most={"fc1": 0.3, "fc2": 0.3, "fc3": 0.3})
+    lenet = gallego.override(name="gallego-lenet5", network="lenet5", drop_rates={"*": 0.5}, at_most=0.1)
+    yield lenet
+    layers = {"conv1": 0.5, "conv2": 0.3, "fc1": 0.7, "fc2": 0.1}
+    yield lenet.override(name="gallego-lenet5-layers", at_most=layers)
+
+
+def _wide() -> Iterable[Recipe]:
+    """WRN-28-10 on CIFAR, gates on the hidden layer of each block.
+
+    `per_layer` cannot tell the writers of a residual stream apart, and `shrinkable` finds one axis more, the maps of
+    the first convolution. "blocks" has the papers' gates, and counts for a map the weights that write it, as they do.
+    """
+    dense = Recipe(  # Zagoruyko & Komodakis (2016)
+        name="wrn-cifar10",
+        network="wrn-28-10",
+        data="cifar10",
+        placement=None,
+        optimizer="sgd",
+        lr=0.1,
+        momentum=0.9,
+        nesterov=True,
+        milestones=(60, 120, 160),
+        decay=0.2,
+        l2=5e-4,
+        batch=128,
+        epochs=200,
+        scaling="standard",
+        augment=True,
+        precision="bfloat16",
+        channels_last=True,
+    )
+    # Louizos et al. (2018), section 4.2: their own L2 on gated weights, ÷ 0.7. Not so the gates' learning rate: at that
+    # of the weights, as there, the penalty moves log α by 0.24 in 200 epochs at most, and closing a gate takes 3.25.
+    louizos = dense.override(
+        placement="blocks", drop_rates={"*": 0.3}, penalty=0.001, gate_lr=6.0, l2_gated_factor=1 / 0.7, ema=0.99
+    )
+    gallego = dense.override(  # the 2022 code of Gallego-Posada et al.: gates by SGD of their own, never decayed
+        init="2021",
+        placement="blocks",
+        drop_rates={"*": 0.3},
+        rule="median",
+        at_most=_blocks(0.7),
+        dual="ascent",
+        dual_lr=7e-4,
+        gate_lr=6.0,
+        decay_gates=False,
+        detach_l2=True,
+    )
+    averaged = {"settle_at": 5, "milestones": (60,), "ema": 0.9999, "recalibrate": True}
+    for data in ("cifar10", "cifar100"):
+        yield dense.override(name=f"wrn-{data}", data=data)
+        yield dense.override(name=f"wrn-dropout-{data}", data=data, dropout=0.3)
+        for c in (0.001, 0.002):
+            yield louizos.override(name=f"louizos-wrn-{c}-{data}", data=data, penalty=c)
+        for percent in (80, 70, 50, 35, 20):
+            paper = gallego.override(name=f"gallego-wrn-{percent}-{data}", data=data, at_most=_blocks(percent / 100))
+            yield paper
+            # Ours: the gates choose in the first epochs, and the small network trains on alone. In place of the later
+            # drops of the learning rate, its parameters are averaged over some 25 epochs (Izmailov et al., 2018).
+            yield paper.override(name=f"shrink-wrn-{percent}-{data}", **averaged)
+
+
+def _blocks(at_most: float) -> dict[str, float]:
+    return {f"blocks.{block}.conv1": at_most for block in range(12)}
+
+
+# ---------------------------------------------------------------- our own: a budget, and nothing to tune
+
+
+def _budgets() -> Iterable[Recipe]:
+    """A constraint on what is kept, the controller that sets itself, a projection onto the target and a fine-tune."""
+    mlp = Recipe(
+        name="budget-mlp",
+        network="lenet300",
+        data="mnist",
+        placement="per_layer",
+        drop_rates={"*": 0.2},
+        cost="params",
+        at_most=0.1,
+        on="kept",
+        dual="auto",
+        target_warmup=0.5,
+        lr=1e-3,
+        gate_lr=1e-2,
+        batch=128,
+        epochs=40,
+        finalize=True,
+        finetune_epochs=10,
+        recalibrate=True,
+    )
+    yield mlp
+    lenet = mlp.override(name="budget-lenet5", network="lenet5", cost="macs")
+    yield lenet
+    # A network of a fifth of the MACs, on the images that come with the library, in a minute or two.
+    short = {"epochs": 16, "finetune_epochs": 4, "batch": 100, "gate_lr": 3e-2}
+    yield lenet.override(name="demo", data="mnist5k", at_most=0.2, **short)
+
+
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*_budgets(), *_papers(), *_wide())}
