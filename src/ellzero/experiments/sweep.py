@@ -41,7 +41,7 @@ from ellzero.experiments.train.trainer import STACKABLE, DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.out.finalization import refuse_unreachable
 
-FORMAT, FORMAT_VERSION = "ellzero.experiments.sweep", 1
+FORMAT, FORMAT_VERSION = "ellzero.sweep", 1
 ON_A_CPU = 8  # runs in a stack: LeNet-5 takes two thirds of the time of runs one by one, more gains nothing
 _SWEEP, _STACKS, _FIGURE, _DIVERGED = "sweep.json", "stacks", "pareto", "diverged.json"
 

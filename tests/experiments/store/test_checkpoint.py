@@ -250,9 +250,7 @@ def test_where_there_is_none_or_a_foreign_file_it_says_so(tmp_path: Path) -> Non
         ):
             load(path)
     save_file({"w": torch.ones(1)}, tmp_path / "step-000000001.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"its header says format None, not 'ellzero.experiments.store.checkpoint'"
-    ):
+    with pytest.raises(CheckpointError, match=r"its header says format None, not 'ellzero.checkpoint'"):
         load(tmp_path)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ellzero.out.saving import installed_version
 
-FORMAT, FORMAT_VERSION = "ellzero.experiments.store.checkpoint", 1
+FORMAT, FORMAT_VERSION = "ellzero.checkpoint", 1
 _CHUNK = 1 << 24  # bytes written at a time
 
 
