@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ellzero.experiments.store.folders import provenance
+from ellzero.experiments.store.provenance import provenance
 
 
 def write(path: Path, name: str, numbers: dict[str, Any], options: dict[str, Any], device: str = "cpu") -> None:

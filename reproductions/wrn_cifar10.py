@@ -33,7 +33,7 @@ from rich.table import Table
 from ellzero.experiments.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, grid, legend, save
 from ellzero.experiments.papers import get
 from ellzero.experiments.reproduce import Row, Study, new_table, with_interval
-from ellzero.experiments.store.folders import pace
+from ellzero.experiments.store.folder import pace
 
 DENSE = "wrn-cifar10"
 CONSTRAINED = "shrink-wrn-{}-cifar10"

@@ -30,7 +30,7 @@ from ellzero.experiments.data import KNOWN, scaled, stand_in
 from ellzero.experiments.papers import RECIPES, get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import Bar

@@ -19,7 +19,7 @@ from test_shrinking import RUNS, close, gated_of, images, in_float64, losses
 from torch import Tensor
 
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -45,7 +45,7 @@ from ellzero.experiments.reproduce import (
     took,
 )
 from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.loop import Stopped
 from ellzero.experiments.train.trainer import Trainer

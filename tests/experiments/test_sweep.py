@@ -28,7 +28,7 @@ from ellzero.experiments import sweep as sweeping
 from ellzero.experiments.data import DataError, Dataset, load
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.sweep import Sweep, SweepError, activations, memory, pareto, room, run, values_of
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.watching import AbstractWatcher

@@ -29,7 +29,7 @@ from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.reproduce import Study
 from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.loop import restore
 from ellzero.experiments.train.trainer import Trainer

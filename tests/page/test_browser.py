@@ -18,7 +18,7 @@ from test_progress import RECIPE, begun
 from ellzero.cli import main
 from ellzero.experiments.data import stand_in
 from ellzero.experiments.papers import get
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.loop import train
 from ellzero.gates.distributions import BinaryConcrete, HardConcrete
 from ellzero.page.method import method_page

@@ -23,7 +23,7 @@ from ellzero.experiments.data import stand_in
 from ellzero.experiments.figures import PlotsMissingError
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.train.loop import train
 from ellzero.gated.module import Gated
 from ellzero.gates.distributions import HardConcrete

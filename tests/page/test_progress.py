@@ -15,7 +15,7 @@ from test_page import embedded, text_of
 
 from ellzero.experiments.data import stand_in
 from ellzero.experiments.papers import get
-from ellzero.experiments.store.folders import Folder, pace
+from ellzero.experiments.store.folder import Folder, pace
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated

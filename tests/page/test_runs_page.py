@@ -18,7 +18,7 @@ from ellzero.cli import main
 from ellzero.experiments import figures
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.page import charts, page_file
 from ellzero.page import runs as page
 from ellzero.page.runs import collect, groups, kinds, runs_page

@@ -16,7 +16,7 @@ import pytest
 
 from ellzero.experiments.data import stand_in
 from ellzero.experiments.papers import get
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.loop import train
 from ellzero.page import serve as module
 from ellzero.page.serve import Server

@@ -230,7 +230,7 @@ def train(
     import torch
 
     from ellzero.experiments.store import checkpoint
-    from ellzero.experiments.store.folders import Folder
+    from ellzero.experiments.store.folder import Folder
     from ellzero.experiments.train import loop as training
     from ellzero.experiments.train.trainer import Trainer
 

@@ -22,11 +22,12 @@ from tyro.extras import SubcommandApp
 
 from ellzero.experiments.data import DataError
 from ellzero.experiments.store.checkpoint import CheckpointError
-from ellzero.experiments.store.folders import FolderError
+from ellzero.experiments.store.folder import FolderError
 from ellzero.experiments.train.loop import Stopped
 from ellzero.experiments.train.trainer import DivergedError
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.out.compaction import CompactionError
+from ellzero.out.files import FileError
 from ellzero.out.reporting import render
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
@@ -54,7 +55,7 @@ def foreseen(bad_usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         yield
     except bad_usage as error:
         raise CommandError(str(error)) from error
-    except (FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError) as error:
+    except (FileError, FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError) as error:
         raise CommandError(str(error), FAILED) from error
     except OSError as error:
         where = f"{error.filename!r}: " if error.filename else ""

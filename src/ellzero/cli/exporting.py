@@ -5,8 +5,6 @@ Knows formats, and nothing of gates, recipes or runs.
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.cli.app import FAILED, CommandError, foreseen, quiet
+from ellzero.out.files import replacing
 from ellzero.out.saving import load, save
 
 Check = Callable[[Tensor], Tensor]
@@ -50,15 +49,10 @@ def export(network: nn.Module, path: Path, example: Tensor, fresh: Callable[[], 
         CommandError: a package is missing, the disk is full, or the file does not compute what the network does;
             there is none then.
     """
-    unfinished = path.with_name(f".{uuid.uuid4().hex}{path.suffix}")  # the writers look at the ending
-    try:
-        with foreseen():
-            reader, how = _WRITERS[path.suffix](network, unfinished, example, fresh)
-            if reader is not None:
-                _compare(network, reader, example, path)
-            os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with foreseen(), replacing(path) as unfinished:
+        reader, how = _WRITERS[path.suffix](network, unfinished, example, fresh)
+        if reader is not None:
+            _compare(network, reader, example, path)
     return how
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from ellzero.cli.app import FAILED, CommandError, app, foreseen, say
+from ellzero.out.files import write_text
 from ellzero.page.charts import PageMissingError
 from ellzero.page.method import method_page
 
@@ -39,7 +40,7 @@ def method(out: Annotated[str, arg(metavar="FILE")] = "method.html", open: bool 
         raise CommandError(str(error), FAILED) from error
     with foreseen():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(html, encoding="utf-8")
+        write_text(file, html)
     say(str(file))
     if open and not webbrowser.open(file.resolve().as_uri()):
         raise CommandError(f"no browser was found; open {out!r} yourself", FAILED)

@@ -20,7 +20,7 @@ from ellzero.experiments import data, papers
 from ellzero.experiments.data import Dataset, scaled
 from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
 from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.loop import restore
 from ellzero.experiments.train.trainer import Trainer

@@ -18,7 +18,7 @@ from ellzero import page
 from ellzero.cli.app import FAILED, CommandError, app, foreseen, say, show
 from ellzero.cli.opening import choose, open_run, restored
 from ellzero.experiments.figures import PlotsMissingError, can_draw
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.gated.module import Gated
 from ellzero.out.reporting import report as make_report
 

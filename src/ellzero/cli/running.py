@@ -35,13 +35,15 @@ from ellzero.cli.opening import (
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.checkpoint import steps
-from ellzero.experiments.store.folders import Folder, FolderError, provenance
+from ellzero.experiments.store.folder import Folder, FolderError
+from ellzero.experiments.store.provenance import provenance
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.loop import Stopped
 from ellzero.experiments.train.loop import train as run_training
 from ellzero.experiments.train.trainer import DivergedError
 from ellzero.experiments.train.watching import AbstractWatcher, Bar, TensorBoard
 from ellzero.gated.module import Gated
+from ellzero.out.files import FileError
 from ellzero.out.reporting import report
 from ellzero.out.saving import save
 
@@ -164,7 +166,7 @@ def _make(home: Path, recipe: Recipe, about: dict[str, Any]) -> None:
     if parallel.rank() == 0:
         try:
             Folder.create(home, [recipe], about)
-        except FolderError as error:
+        except (FileError, FolderError) as error:
             problem = str(error)
     problem = parallel.gathered(problem)[0]
     if problem is not None:
@@ -295,7 +297,7 @@ def _page(folder: Folder, network: nn.Module, dataset: Any) -> Path | str:
         epochs, steps = recipe.epochs + recipe.finetune_epochs, len(dataset.train_x) // recipe.batch
         seen = page.look(network, recipe, dataset.shape, epochs, steps)
         return page.write(page.run_page(folder, seen=seen), page.page_file(folder))
-    except FolderError as error:
+    except (FileError, FolderError) as error:
         return str(error)
 
 

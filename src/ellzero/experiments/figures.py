@@ -17,6 +17,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from ellzero.out.files import replacing, write_text
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -115,10 +117,10 @@ def save(figure: Figure, path: str | PathLike[str], caption: str) -> list[Path]:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     files = [target.with_name(f"{target.name}.{ending}") for ending in ("png", "svg", "txt")]
-    with matplotlib.rc_context(_STYLE):
-        figure.savefig(files[0], dpi=200, facecolor="white", metadata={"Software": None})
-        figure.savefig(files[1], facecolor="white", metadata={"Date": None, "Creator": None})
-    files[2].write_text(" ".join(caption.split()) + "\n", encoding="utf-8")
+    with matplotlib.rc_context(_STYLE), replacing(files[0]) as png, replacing(files[1]) as svg:
+        figure.savefig(png, dpi=200, facecolor="white", metadata={"Software": None})
+        figure.savefig(svg, facecolor="white", metadata={"Date": None, "Creator": None})
+    write_text(files[2], " ".join(caption.split()) + "\n")
     return files
 
 

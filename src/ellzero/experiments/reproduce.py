@@ -35,7 +35,8 @@ from rich.table import Table
 
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store.folders import Folder, FolderError, provenance, refuse_busy, write_text
+from ellzero.experiments.store.folder import Folder, FolderError, refuse_busy
+from ellzero.experiments.store.provenance import provenance
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.trainer import STACKABLE, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
@@ -44,6 +45,7 @@ from ellzero.graph.plan import ClosedAxisError
 from ellzero.objectives import costs
 from ellzero.out import saving
 from ellzero.out.compaction import CompactionError, compact
+from ellzero.out.files import write_text
 
 FORMAT, FORMAT_VERSION = "ellzero.reproduction", 1
 AT_ONCE = 64  # runs in a stack at most: about where an H200 is full

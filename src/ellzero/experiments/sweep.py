@@ -33,12 +33,14 @@ from ellzero.experiments.data import Dataset, scaled
 from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
 from ellzero.experiments.reproduce import AT_ONCE, interval, new_table, stack_name, stacks
 from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder, FolderError, provenance, refuse_busy, write_text
+from ellzero.experiments.store.folder import Folder, FolderError, refuse_busy
+from ellzero.experiments.store.provenance import provenance
 from ellzero.experiments.train import building
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.lagrangian import COSTS, targets
 from ellzero.experiments.train.trainer import STACKABLE, DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
+from ellzero.out.files import write_text
 from ellzero.out.finalization import refuse_unreachable
 
 FORMAT, FORMAT_VERSION = "ellzero.sweep", 1

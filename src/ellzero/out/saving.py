@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +24,7 @@ from ellzero.gated.module import Gated
 from ellzero.graph.resizing import resize
 from ellzero.graph.standins import Closed, Select, put_closed, put_select
 from ellzero.graph.tracing import canonical_names
+from ellzero.out.files import write_bytes
 
 FORMAT, FORMAT_VERSION = "ellzero.compact", 1
 M = TypeVar("M", bound=nn.Module)
@@ -113,15 +113,7 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
         "ellzero": installed_version(),
         "structure": json.dumps(asdict(structure)),
     }
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with open(unfinished, "xb") as file:  # by our own hand: `save_file` makes files that nobody else may read
-            file.write(serialize(tensors, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_bytes(target, serialize(tensors, metadata))
 
 
 def load(model: M, path: str | os.PathLike[str]) -> M:

@@ -8,13 +8,12 @@ trains, and nothing here knows the command line.
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from ellzero.experiments import figures
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store.folder import Folder
+from ellzero.out.files import write_text, writing
 from ellzero.page.charts import PageMissingError, can_make
 from ellzero.page.facts import Look, look, measure_run
 from ellzero.page.method import method_page
@@ -44,20 +43,11 @@ def write(text: str, path: Path) -> Path:
         The file.
 
     Raises:
-        FolderError: it cannot be written.
+        FileError: it cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(path)
-        except BaseException:  # an interrupt too
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise FolderError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+    write_text(path, text)
     return path
 
 

@@ -11,7 +11,6 @@ import json
 import platform
 import statistics
 import time
-import uuid
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,8 +24,8 @@ from torch import Tensor, nn
 
 from ellzero.experiments import data
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store import checkpoint, records
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.train.lagrangian import targets
 from ellzero.experiments.train.loop import restore
 from ellzero.gated.module import Gated
@@ -351,7 +350,7 @@ def measure_run(folder: Folder, network: nn.Module) -> dict[str, Any] | None:
         What `measure` gives; None without gates, or where `compact` refuses.
 
     Raises:
-        FolderError: it cannot be stored.
+        FileError: it cannot be stored.
     """
     if not isinstance(network, Gated):
         return None
@@ -366,15 +365,7 @@ def measure_run(folder: Folder, network: nn.Module) -> dict[str, Any] | None:
         measured = measure(dense.eval(), small, image)
     finally:
         dense.train(was)
-    target = folder.path / LATENCY
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        unfinished.write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(target)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise FolderError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
+    records.write(folder.path / LATENCY, measured, indent=2)
     return measured
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ellzero.experiments.store.folders import pace
+from ellzero.experiments.store.folder import pace
 from ellzero.page.charts import EXPECTED, KEPT, SERIES, Chart, axis, escaped, number, percent
 from ellzero.page.facts import FLOPS_PER_MAC, Run
 

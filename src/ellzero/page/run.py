@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ellzero.experiments import figures
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.page import progress
 from ellzero.page.charts import (
     EXPECTED,

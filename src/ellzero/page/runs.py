@@ -22,7 +22,7 @@ from urllib.parse import quote
 from ellzero.experiments import figures, sweep
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.reproduce import interval
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.page.charts import SERIES, Chart, render, script_json
 
 Cost = Literal["params", "macs", "l0_norm"]

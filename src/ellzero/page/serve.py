@@ -15,7 +15,7 @@ from typing import Any, final
 from urllib.parse import parse_qs, urlsplit
 
 from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.page.facts import LATENCY, Look, look_at
 from ellzero.page.run import run_content, run_page
 

@@ -27,7 +27,7 @@ from ellzero.experiments.data import Dataset, scaled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.checkpoint import CheckpointError
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import building
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train import processes as parallel

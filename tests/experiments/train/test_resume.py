@@ -24,7 +24,7 @@ from torch import Tensor
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.checkpoint import CheckpointError
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.trainer import Trainer, _identity
 from ellzero.experiments.train.watching import AbstractWatcher

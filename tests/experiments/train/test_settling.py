@@ -20,7 +20,7 @@ from ellzero import gates
 from ellzero.cli import looking, main, opening, running
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.papers import get
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.building import architecture
 from ellzero.experiments.train.lagrangian import COSTS
 from ellzero.experiments.train.loop import train

@@ -28,7 +28,7 @@ from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import building
 from ellzero.experiments.train.building import architecture
 from ellzero.experiments.train.loop import Stopped, restore, train

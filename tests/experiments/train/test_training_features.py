@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.experiments.data import Dataset, epoch_generator, scaled, stand_in
 from ellzero.experiments.recipe import Recipe, refuse_idle
-from ellzero.experiments.store.folders import Folder, FolderError
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.train.building import build
 from ellzero.experiments.train.lagrangian import AUTO_FOLDS
 from ellzero.experiments.train.loop import Stopped, train

@@ -8,29 +8,25 @@ writes to a folder at a time. What the state means is the business of `training`
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import random
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, final
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch import Tensor
 
+from ellzero.out.files import FileError, remove_leftovers, write_bytes, writing
 from ellzero.out.saving import installed_version
 
 FORMAT, FORMAT_VERSION = "ellzero.checkpoint", 1
-_CHUNK = 1 << 24  # bytes written at a time
 
 
 @final
@@ -103,59 +99,22 @@ def save(
             raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
     data = _encode(state, step, recipe_digest, recipe)
     home = Path(folder)
-    target = home / f"step-{step:09d}.safetensors"
-    unfinished = home / f".{target.name}.{uuid.uuid4().hex}.tmp"
+    target = _file(home, step)
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        for leftover in home.glob(".step-*.tmp"):  # first, because the disk may be full of them
-            leftover.unlink(missing_ok=True)
-        try:
-            _write(unfinished, data)
-            os.replace(unfinished, target)
-        except BaseException:  # an interrupt too
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise
-        _synchronise(home)
-        older = [number for number in steps(home) if number < step]
-        for number in older[: max(0, len(older) + 1 - keep)]:
-            _file(home, number).unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(_why_not_written(error, home, len(data))) from error
+        with writing(home):
+            home.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(home, "step-*")  # first, because the disk may be full of them
+            write_bytes(target, data)
+            older = [number for number in steps(home) if number < step]
+            for number in older[: max(0, len(older) + 1 - keep)]:
+                _file(home, number).unlink(missing_ok=True)
+    except FileError as error:
+        found: list[int] = []
+        with suppress(OSError):  # a folder that cannot be read either
+            found = steps(home)
+        kept = f"the checkpoint of step {found[-1]} is still there" if found else "there is no older one"
+        raise CheckpointError(f"{error}; a checkpoint needs {len(data) / 1e6:.1f} MB; {kept}") from error
     return target
-
-
-def _write(path: Path, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(handle, view[:_CHUNK]) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _synchronise(folder: Path) -> None:
-    """Makes a new name in a folder survive a power cut."""
-    if os.name == "nt":  # has no way to; and none is needed
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _why_not_written(error: OSError, folder: Path, size: int) -> str:
-    try:
-        found = steps(folder)
-    except OSError:
-        found = []
-    kept = f"the checkpoint of step {found[-1]} is still there" if found else "there is no older one"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {str(folder)!r} is full: a checkpoint needs {size / 1e6:.1f} MB; {kept}"
-    return f"`folder` must be one that can be written to, got {str(folder)!r}: {error.strerror or error}; {kept}"
 
 
 # ---------------------------------------------------------------- reading
@@ -166,15 +125,6 @@ def steps(folder: str | os.PathLike[str]) -> list[int]:
     home = Path(folder)
     names = [path.name for path in home.iterdir()] if home.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,})\.safetensors", name)))
-
-
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint in a folder that is complete and undamaged, or None."""
-    for step in reversed(steps(folder)):
-        with suppress(_DamagedError):
-            _read(_file(folder, step))
-            return _file(folder, step)
-    return None
 
 
 def load(path: str | os.PathLike[str], recipe_digest: str | None = None, recipe: Any = None) -> Checkpoint:
@@ -354,63 +304,3 @@ def _unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case list():
             return [_unflatten(item, tensors) for item in tree]
     return tree
-
-
-# ---------------------------------------------------------------- random generators
-
-
-def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state of every global random generator: Python's, numpy's, torch's on the CPU and, on a GPU, that one's.
-
-    Args:
-        device: where the run is.
-
-    Returns:
-        Tensors and plain data, for `save`.
-
-    Example:
-        >>> before = random_state()
-        >>> drawn = random.random(), torch.rand(3)
-        >>> set_random_state(before)
-        >>> random.random() == drawn[0], torch.equal(torch.rand(3), drawn[1])
-        (True, True)
-    """
-    version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (the global one is meant)
-    state: dict[str, Any] = {
-        "python": (version, torch.tensor(words), gauss),
-        "numpy": (
-            kind,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.device(device).type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
-    """Puts every global random generator back where it was.
-
-    Args:
-        state: from `random_state`.
-        device: where the run is.
-
-    Raises:
-        ValueError: the state was taken on the other kind of device; nothing is changed.
-    """
-    cuda = torch.device(device).type == "cuda"
-    if cuda != ("cuda" in state):
-        there, here = ("a GPU", "the CPU") if "cuda" in state else ("the CPU", "a GPU")
-        raise ValueError(f"`state` must be of the kind of device that the run is on, got one of {there} for {here}")
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if cuda:
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -17,7 +17,7 @@ from typing import Any, final
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher

@@ -25,7 +25,8 @@ from ellzero import gates
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folders import Folder
+from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.store.randomness import random_state, set_random_state
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.batches import Supply
 from ellzero.experiments.train.building import architecture, build
@@ -663,7 +664,7 @@ class Trainer:
                 if isinstance(value, Tensor) and value.shape == parameter.shape != torch.Size():
                     known[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
         self.lagrangian.load(state["lagrangian"])
-        checkpoint.set_random_state(state["own"][self.rank]["random"], self.device)
+        set_random_state(state["own"][self.rank]["random"], self.device)
 
     def _shrink_like(self, state: Mapping[str, Any]) -> None:
         gated, units = cast(Gated, self.runs.template.network), state["units"].cpu().numpy()
@@ -676,7 +677,7 @@ class Trainer:
 
     def _own(self) -> dict[str, Any]:
         """What is another in each process."""
-        return {"losses": self.losses.cpu(), "random": checkpoint.random_state(self.device)}
+        return {"losses": self.losses.cpu(), "random": random_state(self.device)}
 
     def save(self, folder: Folder) -> None:
         """Writes a checkpoint; of several processes, the first does.

@@ -12,25 +12,18 @@ records and results mean is the business of `training`; here they are plain data
 
 from __future__ import annotations
 
-import datetime
-import errno
 import json
 import math
 import os
-import platform
-import shlex
-import subprocess
-import sys
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, final
 
-import torch
-
 from ellzero.experiments.recipe import Recipe
-from ellzero.out.saving import installed_version
+from ellzero.experiments.store import records
+from ellzero.experiments.store.records import FolderError
+from ellzero.out.files import remove_leftovers, write_text, writing
 
 try:
     import fcntl
@@ -39,11 +32,7 @@ except ImportError:
 
 FORMAT, FORMAT_VERSION = "ellzero.run", 1
 _RUN, _HISTORY, _CHECKPOINTS, _RESULTS = "run.json", "history.jsonl", "checkpoints", "results.json"
-
-
-@final
-class FolderError(Exception):
-    """A folder is no run, is damaged, or cannot be written to; the message says which."""
+_COMPACT = "compact.safetensors"
 
 
 @final
@@ -82,24 +71,23 @@ class Folder:
 
         Raises:
             ValueError: there are no recipes.
-            FolderError: it holds a run already, or cannot be written to.
+            FolderError: it holds a run already.
+            FileError: it cannot be written to.
         """
         home = Path(path)
         if not recipes:
             raise ValueError("`recipes` must be at least one recipe, got none")
         if home.exists() and not home.is_dir():
             raise FolderError(f"`path` must be a folder, got the file {str(home)!r}")
-        try:
+        with writing(home):
             for name in (_RUN, _HISTORY, _CHECKPOINTS, _RESULTS):
                 if (home / name).exists():
                     raise FolderError(f"{str(home)!r} holds a run already: `{name}` is there")
             home.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FolderError(_not_written(home, error)) from error
-        folder = cls(home, list(recipes), _plain(dict(about or {})))
+        folder = cls(home, list(recipes), records.plain(dict(about or {})))
         head = {"format": FORMAT, "format_version": FORMAT_VERSION}
         content = {**head, "recipes": [r.to_dict() for r in folder.recipes], "about": folder.about}
-        write_text(home / _RUN, json.dumps(content, indent=2, allow_nan=False) + "\n")
+        records.write(home / _RUN, content, indent=2)
         return folder
 
     @classmethod
@@ -115,14 +103,7 @@ class Folder:
             raise FolderError(f"`path` must be the folder of a run, {there}")
         if not (home / _RUN).is_file():
             raise FolderError(f"`path` must be the folder of a run, and there is no `{_RUN}` in {str(home)!r}")
-        content = _read(home / _RUN)
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise FolderError(f"{str(home / _RUN)!r} is not of a run: it does not say format {FORMAT!r}")
-        if content.get("format_version") != FORMAT_VERSION:
-            raise FolderError(
-                f"{str(home / _RUN)!r} has version {content.get('format_version')} of the format, and this ellzero "
-                f"({installed_version()}) reads version {FORMAT_VERSION}"
-            )
+        content = records.read_format(home / _RUN, FORMAT, FORMAT_VERSION)
         try:
             recipes, about = [Recipe.from_dict(values) for values in content["recipes"]], dict(content["about"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -140,6 +121,8 @@ class Folder:
     def locked(self) -> Iterator[None]:
         """Keeps other processes from training in this folder; the lock goes with the process, however it ends.
 
+        What a killed training left half written is removed: nobody else writes these files now.
+
         Raises:
             FolderError: another process has it.
         """
@@ -151,8 +134,12 @@ class Folder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise FolderError(f"{str(self.path)!r} is being trained by another process") from error
-            except OSError:  # a file system without locks
+            except OSError:  # a file system without locks, where nobody knows who else writes
                 pass
+            else:
+                for name in (_RUN, _HISTORY, _RESULTS, _COMPACT):
+                    remove_leftovers(self.path, name)
+                remove_leftovers(self.checkpoints, "step-*")
             yield
 
     # ---- history ----------------------------------------------------------------------------------------------------
@@ -172,20 +159,18 @@ class Folder:
             records: plain data; NaN and infinity, which JSON does not know, are written as null.
 
         Raises:
-            FolderError: the file cannot be written, or is damaged.
+            FileError: the file cannot be written.
+            FolderError: it is damaged.
         """
         if not self._ends_in_a_record:  # a line that was cut off would swallow the next one
             self._truncate(sum(size for _, size in self._lines()))
         self._ends_in_a_record = False
         data = "".join(_line(record) for record in records).encode()
         file = self.path / _HISTORY
-        try:
-            with file.open("ab") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError as error:
-            raise FolderError(_not_written(file, error)) from error
+        with writing(file), file.open("ab") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
         self._ends_in_a_record = True
 
     def cut(self, count: int) -> None:
@@ -193,7 +178,8 @@ class Folder:
 
         Raises:
             ValueError: `count` is negative.
-            FolderError: there are fewer, the file cannot be written, or it is damaged.
+            FolderError: there are fewer, or the file is damaged.
+            FileError: it cannot be written.
         """
         if count < 0:
             raise ValueError(f"`count` must not be negative, got {count}")
@@ -224,11 +210,9 @@ class Folder:
 
     def _truncate(self, size: int) -> None:
         file = self.path / _HISTORY
-        try:
+        with writing(file):
             if file.exists() and file.stat().st_size > size:
                 os.truncate(file, size)
-        except OSError as error:
-            raise FolderError(_not_written(file, error)) from error
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
@@ -240,11 +224,11 @@ class Folder:
 
         Raises:
             ValueError: there are more or fewer.
-            FolderError: the file cannot be written.
+            FileError: the file cannot be written.
         """
         if len(results) != len(self.recipes):
             raise ValueError(f"`results` must be one for each of {len(self.recipes)} recipes, got {len(results)}")
-        write_text(self.path / _RESULTS, json.dumps([_plain(r) for r in results], indent=2, allow_nan=False) + "\n")
+        records.write(self.path / _RESULTS, results, indent=2)
 
     def results(self) -> list[dict[str, Any]] | None:
         """What came out, one for each recipe; None of a run that is not finished.
@@ -255,7 +239,7 @@ class Folder:
         file = self.path / _RESULTS
         if not file.exists():
             return None
-        content = _read(file)
+        content = records.read(file)
         if not isinstance(content, list) or len(content) != len(self.recipes):
             raise FolderError(f"{str(file)!r} is damaged: it must be a list of {len(self.recipes)} results")
         return content
@@ -299,104 +283,8 @@ def pace(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float
     return out
 
 
-# ---------------------------------------------------------------- where a result comes from
-
-
-def provenance(device: torch.device | str) -> dict[str, Any]:
-    """What is needed to repeat a result: commit, versions, device, date, command.
-
-    Args:
-        device: that the run is on.
-
-    Returns:
-        Words by name. `commit` is that of the source tree this file is tracked in, or `$COMMIT`, or None; it ends in
-        "-dirty" where the tree has changes.
-
-    Example:
-        >>> about = provenance("cpu")
-        >>> about["torch"] == torch.__version__, about["device"].startswith("CPU")
-        (True, True)
-    """
-    where = torch.device(device)
-    return {
-        "commit": _commit() or os.environ.get("COMMIT"),
-        "ellzero": installed_version(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU {platform.machine()}",
-        "date": datetime.date.today().isoformat(),
-        "command": _command(sys.argv),
-    }
-
-
-def _commit() -> str | None:
-    file = Path(__file__)
-    git = ["git", "-C", str(file.parent)]
-    try:
-        # Installed into a virtual environment that lies in some other repository, it is not that one's commit.
-        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=False)
-        if tracked.returncode:
-            return None
-        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
-        return subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
-    except OSError:  # there is no git
-        return None
-
-
-def _command(argv: Sequence[str]) -> str:
-    program = Path(argv[0]) if argv and argv[0] else Path("python")
-    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
-    return shlex.join([*words, *argv[1:]])
-
-
-# ---------------------------------------------------------------- files
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, all or nothing: a crash at any moment leaves what was there, or the new file.
-
-    Raises:
-        FolderError: it cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        try:
-            with open(unfinished, "x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        except BaseException:  # an interrupt too
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise
-        if os.name != "nt":  # has no way to, and needs none
-            handle = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(handle)  # the name
-            finally:
-                os.close(handle)
-    except OSError as error:
-        raise FolderError(_not_written(path, error)) from error
-
-
-def _not_written(path: Path, error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{str(path)!r} cannot be written: the disk is full"
-    return f"{str(path)!r} cannot be written: {error.strerror or error}"
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FolderError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise FolderError(f"{str(path)!r} is damaged: {error}") from error
-
-
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(record), allow_nan=False) + "\n"
+    return json.dumps(records.plain(record), allow_nan=False) + "\n"
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -410,16 +298,4 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _plain(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
-    match value:
-        case float() if not math.isfinite(value):
-            return None
-        case Mapping():
-            return {key: _plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_plain(item) for item in value]
-    return value
-
-
-__all__ = ["Folder", "FolderError", "pace", "provenance", "refuse_busy"]
+__all__ = ["Folder", "FolderError", "pace", "refuse_busy"]

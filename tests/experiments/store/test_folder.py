@@ -5,17 +5,14 @@ import json
 import math
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ellzero.experiments.papers import get
-from ellzero.experiments.store import folders
-from ellzero.experiments.store.folders import Folder, FolderError, provenance
+from ellzero.experiments.store.folder import Folder, FolderError
+from ellzero.out.files import FileError
 
 DEMO = get("demo")
 
@@ -71,7 +68,7 @@ def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(FolderError, match="`path` must be a folder, got the file"):
         Folder.create(file, [DEMO])
-    with pytest.raises(FolderError, match="cannot be written: Not a directory"):
+    with pytest.raises(FileError, match="cannot be written: Not a directory"):
         Folder.create(file / "below", [DEMO])
     with pytest.raises(ValueError, match="`recipes` must be at least one"):
         Folder.create(tmp_path / "none", [])
@@ -83,7 +80,7 @@ def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
     try:
         for path in (tmp_path, tmp_path / "new"):
-            with pytest.raises(FolderError, match="cannot be written: Permission denied"):
+            with pytest.raises(FileError, match="cannot be written: Permission denied"):
                 Folder.create(path, [DEMO])
     finally:
         tmp_path.chmod(stat.S_IRWXU)
@@ -228,12 +225,12 @@ def test_a_full_disk_leaves_what_was_there(folder: Folder, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", full)
     for call in (lambda: folder.finish([{"error": 2}]), lambda: folder.cut(1)):
-        with pytest.raises(FolderError, match="cannot be written: the disk is full"):
+        with pytest.raises(FileError, match="cannot be written: the disk is full"):
             call()
     assert {p.name: p.read_bytes() for p in folder.path.iterdir()} == before
-    with pytest.raises(FolderError, match="the disk is full"):
+    with pytest.raises(FileError, match="the disk is full"):
         folder.log([record(3)])
-    with pytest.raises(FolderError, match="the disk is full"):
+    with pytest.raises(FileError, match="the disk is full"):
         Folder.create(folder.path.parent / "other", [DEMO])
     assert list((folder.path.parent / "other").iterdir()) == []
 
@@ -249,7 +246,7 @@ def test_a_history_that_was_torn_by_a_full_disk_goes_on(folder: Folder, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(FolderError):
+        with pytest.raises(FileError):
             folder.log([record(2)])
     folder.log([record(3)])
     assert folder.history() == [record(1), record(3)]
@@ -265,62 +262,7 @@ def test_an_interrupt_in_a_write_leaves_no_temporary_file(folder: Folder, monkey
     assert [p.name for p in folder.path.iterdir()] == ["run.json"]
 
 
-# ---- provenance
-
-
-def test_provenance_names_what_ran() -> None:
-    about = provenance(torch.device("cpu"))
-    assert list(about) == ["commit", "ellzero", "torch", "python", "device", "date", "command"]
-    assert about["torch"] == torch.__version__
-    assert about["python"] == ".".join(map(str, sys.version_info[:3]))
-    json.dumps(about)
-
-
-@pytest.mark.parametrize(
-    ("argv", "command"),
-    [
-        (["/home/me/.venv/bin/ellzero", "train", "demo"], "ellzero train demo"),
-        (["/home/me/src/ellzero/__main__.py", "train", "a b"], "python -m ellzero train 'a b'"),
-        (["reproductions/table1.py", "--seeds", "5"], "table1.py --seeds 5"),
-        ([""], "python"),
-    ],
-)
-def test_the_command_is_without_the_path_of_the_program(
-    argv: list[str], command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", argv)
-    assert provenance("cpu")["command"] == command
-
-
-def test_the_commit_is_that_of_the_tree_which_tracks_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a repository of its own: before it is tracked, after, and with a change; then without git."""
-    home = tmp_path / "ellzero"
-    home.mkdir()
-    file = home / "folders.py"
-    file.touch()
-    monkeypatch.setattr(folders, "__file__", str(file))
-    monkeypatch.setenv("COMMIT", "told")
-
-    def git(*words: str) -> str:
-        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-        command = ["git", "-C", str(tmp_path), *who, *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        git("init", "-q")
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"git does not work here: {error}")
-    git("commit", "-q", "--allow-empty", "-m", "someone else's")
-    assert provenance("cpu")["commit"] == "told"  # the file lies in the repository and is not of it
-    git("add", ".")
-    git("commit", "-q", "-m", "ours")
-    assert provenance("cpu")["commit"] == git("rev-parse", "HEAD")
-    file.write_text("changed")
-    assert provenance("cpu")["commit"] == git("rev-parse", "HEAD") + "-dirty"
-    monkeypatch.setenv("PATH", "")
-    assert provenance("cpu")["commit"] == "told"
-    monkeypatch.delenv("COMMIT")
-    assert provenance("cpu")["commit"] is None
+# ---- one process at a time
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
@@ -333,3 +275,38 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
         assert sorted(path.name for path in folder.path.iterdir()) == before
     with Folder.open(folder.path).locked():
         pass
+
+
+def test_what_a_killed_save_left_goes_when_the_folder_is_trained_in_again_and_not_before(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between writing and renaming. Who only looks, or finds the folder in use, removes nothing."""
+
+    def killed(*_: object, **__: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, folder.locked():
+        patch.setattr(os, "replace", killed)
+        patch.setattr(Path, "unlink", killed)  # the dead clear nothing away
+        with pytest.raises(SystemExit):
+            folder.finish([{}])
+    (left,) = (p for p in folder.path.iterdir() if p.name.startswith("."))
+    assert json.loads(left.read_text()) == [{}]
+    checkpoints = [folder.checkpoints / f".step-000000001.safetensors.{'a' * 32}.tmp.safetensors"]
+    folder.checkpoints.mkdir()
+    for file in checkpoints:
+        file.touch()
+    others = [folder.path / f".page.html.{'b' * 32}.tmp.html", folder.path / ".run.json.mine.tmp"]
+    for file in others:  # a page may be written while a run trains
+        file.touch()
+    again = Folder.open(folder.path)
+    assert (again.history(), again.results()) == ([], None)
+    assert left.exists()
+    with again.locked():
+        assert not left.exists()
+        assert not any(file.exists() for file in checkpoints)
+        left.touch()  # as if it were writing
+        with pytest.raises(FolderError), Folder.open(folder.path).locked():
+            pass
+        assert left.exists()
+    assert all(file.exists() for file in others)

@@ -1,0 +1,64 @@
+"""Where a result comes from: commit, versions, device, date, command. It does not know what the result is."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ellzero.out.saving import installed_version
+
+
+def provenance(device: torch.device | str) -> dict[str, Any]:
+    """What is needed to repeat a result: commit, versions, device, date, command.
+
+    Args:
+        device: that the run is on.
+
+    Returns:
+        Words by name. `commit` is that of the source tree this file is tracked in, or `$COMMIT`, or None; it ends in
+        "-dirty" where the tree has changes.
+
+    Example:
+        >>> about = provenance("cpu")
+        >>> about["torch"] == torch.__version__, about["device"].startswith("CPU")
+        (True, True)
+    """
+    where = torch.device(device)
+    return {
+        "commit": _commit() or os.environ.get("COMMIT"),
+        "ellzero": installed_version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU {platform.machine()}",
+        "date": datetime.date.today().isoformat(),
+        "command": _command(sys.argv),
+    }
+
+
+def _commit() -> str | None:
+    file = Path(__file__)
+    git = ["git", "-C", str(file.parent)]
+    try:
+        # Installed into a virtual environment that lies in some other repository, it is not that one's commit.
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=False)
+        if tracked.returncode:
+            return None
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=40"]
+        return subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:  # there is no git
+        return None
+
+
+def _command(argv: Sequence[str]) -> str:
+    program = Path(argv[0]) if argv and argv[0] else Path("python")
+    words = ["python", "-m", program.parent.name] if program.name == "__main__.py" else [program.name]
+    return shlex.join([*words, *argv[1:]])

@@ -1,0 +1,111 @@
+"""Writes files whole or not at all. Everything in this library that writes a file does it here.
+
+A write goes to a temporary file beside its target, reaches the disk, and only then gets the target's name. So a crash
+leaves the old file or the new one, and at worst a temporary file. Nothing here knows what is in a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import final
+
+_CHUNK = 1 << 24  # bytes written at a time
+_ABANDONED = 3600.0  # seconds after which a temporary file that nobody touches belongs to a process that is gone
+
+
+@final
+class FileError(OSError):
+    """A file cannot be written; the message says which one, and why."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the system says against writing to `path` into a `FileError`."""
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        why = "the disk is full" if full else error.strerror or error
+        raise FileError(f"{str(path)!r} cannot be written: {why}") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary path to write to, which becomes `path` when the block ends, and goes when it fails.
+
+    Args:
+        path: the file. Its folder must exist; the temporary path lies in it, and has the same ending.
+
+    Raises:
+        FileError: it cannot be written. What was there before is there still.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with replacing(Path(folder, "a.txt")) as unfinished:
+        ...         _ = unfinished.write_text("all of it")
+        ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
+        [('a.txt', 'all of it')]
+    """
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp{path.suffix}")
+    with writing(path):
+        remove_leftovers(path.parent, glob.escape(path.name), _ABANDONED)
+        try:
+            yield unfinished
+            with open(unfinished, "r+b") as file:
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+        except BaseException:  # an interrupt too
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
+        if os.name != "nt":  # has no way to make a new name survive a power cut, and needs none
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+        FileError: it cannot be written. What was there before is there still.
+    """
+    with replacing(path) as unfinished, open(unfinished, "xb") as file:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file.fileno(), view[:_CHUNK]) :]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes text as UTF-8, with the line ends it has, whole or not at all.
+
+    Raises:
+        FileError: it cannot be written. What was there before is there still.
+    """
+    write_bytes(path, text.encode())
+
+
+def remove_leftovers(folder: Path, names: str, seconds: float = 0.0) -> None:
+    """Removes the temporary files of writes that were killed. No other process may be writing these files.
+
+    Args:
+        folder: where the files are.
+        names: which files: a name, or a pattern of names.
+        seconds: only what nobody has touched for so long.
+    """
+    for leftover in folder.glob(f".{names}.{'[0-9a-f]' * 32}.tmp*"):
+        with suppress(OSError):  # another process removed it, or it is not ours to remove
+            if time.time() - leftover.stat().st_mtime >= seconds:
+                leftover.unlink()
