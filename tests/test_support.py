@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ellzero.experiments.store.folder import Folder
 
+from ellzero.experiments.store.folder import Folder
 from support import finished
 from support.finished import begun, copied, once
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ellzero.experiments.store.folder import Folder
 
 from ellzero.experiments.data import stand_in
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
