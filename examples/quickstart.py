@@ -58,7 +58,7 @@ def main(epochs: int = 60) -> None:
     model = network()
 
     gated = l0.attach(model, (x[:2],), gate=partial(l0.HardConcreteGate, drop_rate=0.2))
-    budget = l0.Constraint(l0.macs, at_most=0.2, on="kept", dual=l0.GradientAscent(lr=0.01))
+    budget = l0.Constraint(l0.macs, at_most=0.2, on="kept", dual=l0.duals.GradientAscent(lr=0.01))
     optimizer = torch.optim.Adam(gated.param_groups(lr=1e-3, gate_lr=1e-2))
 
     for epoch in range(epochs):

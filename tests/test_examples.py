@@ -49,7 +49,7 @@ def test_the_proof_looks_beyond_an_example_of_zeros() -> None:
     plan = gated.plan()
     plan.rows["2.weight"][1] = plan.rows["2.weight"][1][::-1].copy()  # the right number of columns, in a wrong order
     gated.plan = lambda: plan  # type: ignore[method-assign, assignment, misc]
-    with pytest.raises(l0.CompactionError, match="first at `2`"):
+    with pytest.raises(l0.out.compaction.CompactionError, match="first at `2`"):
         l0.compact(gated)
 
 
@@ -110,7 +110,7 @@ def test_a_network_that_gives_no_number_says_so() -> None:
     gated = l0.attach(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(2, 6))
     first: Any = gated.model[0]  # type: ignore[index]
     first.weight.data[2] = math.nan
-    with pytest.raises(l0.CompactionError, match="NaN"):
+    with pytest.raises(l0.out.compaction.CompactionError, match="NaN"):
         l0.compact(gated)
 
 

@@ -1,64 +1,47 @@
 """Learn sparse neural networks: gates on any `nn.Module`, trained under an L0 penalty or a constraint, and a smaller
 plain network out of it.
+
+What most loops need is here. The rest is in its room: `l0.gates`, `l0.graph`, `l0.duals`, `l0.distributions`.
 """
 
+from typing import TYPE_CHECKING
+
+from ellzero import gates, graph, renamed
 from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement, per_layer, shrinkable, weights
-from ellzero.gates.abstract import AbstractGate, NoExpectation
-from ellzero.gates.distributions import BinaryConcrete, HardConcrete, Logistic, Rectified
-from ellzero.gates.hard_concrete import HardConcreteGate, Median, Noiseless
-from ellzero.gates.rectified import RectifiedGate
-from ellzero.graph.axes import Axis, Graph, Site
-from ellzero.graph.plan import ClosedAxisError, Plan
-from ellzero.graph.tracing import TraceError, trace
+from ellzero.gates import distributions
+from ellzero.gates.abstract import AbstractGate
+from ellzero.gates.hard_concrete import HardConcreteGate
+from ellzero.objectives import duals
 from ellzero.objectives.constraint import Constraint
-from ellzero.objectives.costs import breakdown, dense, floor, l0_norm, l2_norm, macs, params, units
-from ellzero.objectives.duals import ExponentiatedAscent, ExtrapolationFromPast, GradientAscent, LinearWarmup, NuPI
-from ellzero.objectives.extragradient import extra_gradient_step
+from ellzero.objectives.costs import Cost, dense, l0_norm, l2_norm, macs, params, units
+from ellzero.objectives.duals import AbstractDual
 from ellzero.objectives.penalty import Penalty
-from ellzero.out.compaction import CompactionError, compact, fold
+from ellzero.out.compaction import compact, fold
 from ellzero.out.finalization import finalize
-from ellzero.out.reporting import Report, report
+from ellzero.out.reporting import report
 from ellzero.out.saving import load, save
 
 __version__ = "0.1.0"
 __all__ = [
+    "AbstractDual",
     "AbstractGate",
-    "Axis",
-    "BinaryConcrete",
-    "ClosedAxisError",
-    "CompactionError",
     "Constraint",
-    "ExponentiatedAscent",
-    "ExtrapolationFromPast",
+    "Cost",
     "Gated",
-    "GradientAscent",
-    "Graph",
-    "HardConcrete",
     "HardConcreteGate",
-    "LinearWarmup",
-    "Logistic",
-    "Median",
-    "NoExpectation",
-    "Noiseless",
-    "NuPI",
     "Penalty",
     "Placement",
-    "Plan",
-    "Rectified",
-    "RectifiedGate",
-    "Report",
-    "Site",
-    "TraceError",
     "attach",
-    "breakdown",
     "compact",
     "dense",
-    "extra_gradient_step",
+    "distributions",
+    "duals",
     "finalize",
-    "floor",
     "fold",
+    "gates",
+    "graph",
     "l0_norm",
     "l2_norm",
     "load",
@@ -68,7 +51,9 @@ __all__ = [
     "report",
     "save",
     "shrinkable",
-    "trace",
     "units",
     "weights",
 ]
+if not TYPE_CHECKING:  # to a type checker `__getattr__` would mean that every name is there
+    __getattr__ = renamed.attribute
+renamed.watch_imports()

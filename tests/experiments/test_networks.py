@@ -161,7 +161,7 @@ def test_gates_of_the_papers() -> None:
 
 def hidden(graph: Graph) -> list[Placement]:
     """Where the first paper has its gates; the stem, where no stream begins with it, can shrink too."""
-    return [placement for placement in l0.shrinkable(graph) if placement.name.startswith("blocks.")]
+    return [placement for placement in l0.shrinkable()(graph) if placement.name.startswith("blocks.")]
 
 
 def test_hidden_layers_of_small_wide_networks() -> None:

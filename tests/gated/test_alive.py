@@ -64,7 +64,7 @@ CASES: list[tuple[str, nn.Module, tuple[int, ...], dict[str, Any]]] = [
     ("chain", mlp(2, 3, 2, 2), (2,), {}),
     ("inputs too", mlp(2, 3, 2), (2,), {"where": l0.per_layer}),
     ("norms", ConvNet(), (1, 4, 4), {}),
-    ("stream", Residual(), (2,), {"streams": True}),
+    ("stream", Residual(), (2,), {"where": l0.shrinkable(streams=True)}),
     ("stream with readers of their own", SquareStream(), (2,), {"where": l0.per_layer}),
     ("maps and single inputs", Flattened(), (1, 4), {"where": l0.per_layer}),
     ("concat", Concat(), (2,), {}),

@@ -50,7 +50,7 @@ class Blocks(nn.Module):
 @settings(max_examples=15)
 def test_expected_entries_are_the_mean_over_all_states(width: int, hidden: list[int], streams: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    options = {"streams": True} if streams or not hidden else {}
+    options = {"where": l0.shrinkable(streams=True)} if streams or not hidden else {}
     gated = l0.attach(Blocks(width, hidden), torch.zeros(2, 2), **options)
     p = torch.rand(gated.liveness.size, dtype=torch.float64)
     mean = 0.0
@@ -70,7 +70,7 @@ def test_expected_entries_are_the_mean_over_all_states(width: int, hidden: list[
         (ConvNet(), (1, 4, 4), {}),
         (Grouped(), (1, 3), {}),
         (Concat(), (2,), {}),
-        (Residual(), (2,), {"streams": True}),
+        (Residual(), (2,), {"where": l0.shrinkable(streams=True)}),
         (SquareStream(), (2,), {"where": l0.per_layer}),
         (Flattened(), (1, 4), {"where": l0.per_layer}),
     ],
@@ -123,7 +123,7 @@ def test_parameters_of_the_model_itself_carry_their_own_name() -> None:
             return torch.tanh(self.a(x)) @ self.w
 
     gated = l0.attach(Bare(), torch.zeros(2, 2))
-    assert l0.breakdown(l0.params, gated).keys() == {"a", "w"}
+    assert l0.objectives.costs.breakdown(l0.params, gated).keys() == {"a", "w"}
     assert l0.dense(l0.params, gated, "w") == 6
     assert l0.dense(l0.macs, gated) == 12
 
@@ -145,4 +145,4 @@ def test_parameters_that_the_example_does_not_reach_are_counted_as_they_are() ->
             return self.b(torch.relu(self.a(x)))
 
     gated = l0.attach(Spare(), torch.zeros(2, 2))
-    assert l0.floor(l0.params, gated) == (56 + 2, ["spare", "b"])
+    assert l0.objectives.costs.floor(l0.params, gated) == (56 + 2, ["spare", "b"])

@@ -185,7 +185,7 @@ def test_a_weight_that_reads_and_writes_is_never_gated() -> None:
             x = self.embedding(tokens)
             return self.head(x + self.down(torch.relu(self.up(x))))
 
-    gated = scattered(l0.attach(Language(), torch.zeros(2, 3, dtype=torch.long), streams=True))
+    gated = scattered(l0.attach(Language(), torch.zeros(2, 3, dtype=torch.long), where=l0.shrinkable(streams=True)))
     assert [(name, gate.shape.numel()) for name, gate in gated.named_gates()] == [("up", 6)]
     (stream,) = (a for a in gated.axes if a.size == 4)
     assert "embedding.weight" in str(stream.frozen)
@@ -541,7 +541,7 @@ def test_compiled_in_one_graph_is_the_eager_function() -> None:
 
 
 def residual() -> l0.Gated:
-    return l0.attach(Residual(), torch.zeros(2, 2), streams=True)
+    return l0.attach(Residual(), torch.zeros(2, 2), where=l0.shrinkable(streams=True))
 
 
 def flattened() -> l0.Gated:
@@ -833,10 +833,10 @@ def test_a_parameter_replaced_by_one_like_it_is_gated() -> None:
 
 
 def test_gates_by_pattern_the_first_that_matches_counting() -> None:
-    gate = {"2*": partial(l0.HardConcreteGate, drop_rate=0.2), "*": l0.RectifiedGate}
+    gate = {"2*": partial(l0.HardConcreteGate, drop_rate=0.2), "*": l0.gates.RectifiedGate}
     gated = l0.attach(mlp(3, 4, 5, 2), torch.zeros(2, 3), gate=gate)
     kinds = {name: type(g) for name, g in gated.named_gates()}
-    assert kinds == {"0": l0.RectifiedGate, "2": l0.HardConcreteGate}
+    assert kinds == {"0": l0.gates.RectifiedGate, "2": l0.HardConcreteGate}
     assert gated.gates["2"].log_alpha.mean().item() == pytest.approx(np.log(0.8 / 0.2), abs=0.03)
     x, noise = torch.randn(6, 3), gated.gate_noise()
     z = drawn(gated, noise)
@@ -889,7 +889,7 @@ def test_only_a_stream_to_gate_says_how() -> None:
             x = self.stem(x)
             return self.head(x + self.block(x))
 
-    with pytest.raises(ValueError, match="`stem`: a residual stream \\(pass `streams=True`\\)"):
+    with pytest.raises(ValueError, match=r"`stem`: a residual stream \(`where=l0.shrinkable\(streams=True\)` gates it\)"):
         l0.attach(Stream(), torch.zeros(2, 3))
 
 
@@ -908,7 +908,7 @@ def test_an_example_that_the_model_rejects_is_refused_and_the_model_left() -> No
     model = mlp(3, 4, 2).eval()
     model[0].train()
     modes = [m.training for m in model.modules()]
-    with pytest.raises(l0.TraceError, match=r"the model rejects `example_inputs`: RuntimeError: mat1 and mat2"):
+    with pytest.raises(l0.graph.TraceError, match=r"the model rejects `example_inputs`: RuntimeError: mat1 and mat2"):
         l0.attach(model, torch.zeros(2, 5))
     with pytest.raises(TypeError, match=r"`example_inputs` must be a tuple .*got int"):
         l0.attach(model, 3)
@@ -980,8 +980,8 @@ def test_a_model_of_integers() -> None:
 
 
 def test_axes_by_hand_must_fit() -> None:
-    def axis(tensor: str, size: int, dim: int = 1) -> l0.Axis:
-        return l0.Axis("mine", size, (Site(tensor, (dim,), np.arange(size), "reads"),))
+    def axis(tensor: str, size: int, dim: int = 1) -> l0.graph.Axis:
+        return l0.graph.Axis("mine", size, (Site(tensor, (dim,), np.arange(size), "reads"),))
 
     with pytest.raises(ValueError, match=r"`axes` names `9\.weight`, which is no parameter"):
         l0.attach(mlp(3, 4, 2), torch.zeros(2, 3), axes=[axis("9.weight", 4)])
@@ -1000,14 +1000,14 @@ def test_axes_by_hand_gate_what_cannot_be_traced() -> None:
             return self.b(torch.relu(h) if x.sum() > 0 else torch.tanh(h))  # depends on the data
 
     model = Branches()
-    with pytest.raises(l0.TraceError):
+    with pytest.raises(l0.graph.TraceError):
         l0.attach(model, torch.ones(2, 3))
     sites = (
         Site("a.weight", (0,), np.arange(4), "writes"),
         Site("a.bias", (0,), np.arange(4), "rides"),
         Site("b.weight", (1,), np.arange(4), "reads"),
     )
-    gated = scattered(l0.attach(model, torch.ones(2, 3), axes=[l0.Axis("hidden", 4, sites)]))
+    gated = scattered(l0.attach(model, torch.ones(2, 3), axes=[l0.graph.Axis("hidden", 4, sites)]))
     noise = gated.gate_noise()
     by_hand = masked(model, {"b.weight": drawn(gated, noise)["hidden"]})
     for x in (torch.rand(5, 3), -torch.rand(5, 3)):

@@ -1,5 +1,8 @@
 """Where gates go, against the sizes the papers print and sites worked out by hand."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -74,7 +77,9 @@ class ResidualConv(nn.Module):
 
 
 def test_per_layer_refuses_a_residual_stream_of_convolutions_and_names_it() -> None:
-    with pytest.raises(ValueError, match=r"`where=per_layer`.*`stem`, `block`.*shared axis `stem`.*where=shrinkable"):
+    with pytest.raises(
+        ValueError, match=r"`where=l0.per_layer\(\)`.*`stem`, `block`.*shared axis `stem`.*where=l0.shrinkable\(\)"
+    ):
         l0.attach(ResidualConv(), torch.zeros(2, 1, 3), where=l0.per_layer)
 
 
@@ -106,15 +111,24 @@ def test_streams_are_gated_only_when_asked_for() -> None:
     assert {name: gate.shape.numel() for name, gate in without.named_gates()} == {"up": 2}
     (stream,) = (a for a in without.axes if a.stream)
     assert (stream.name, stream.frozen) == ("stem", None)
-    gated = l0.attach(Residual(), torch.zeros(2, 2), streams=True)
+    gated = l0.attach(Residual(), torch.zeros(2, 2), where=l0.shrinkable(streams=True))
     assert {name: gate.shape.numel() for name, gate in gated.named_gates()} == {"stem": 3, "up": 2}
     (stem,) = (p for p in gated.placements if p.name == "stem")
     assert {s.tensor for s in stem.multiplies} == {"square.weight", "up.weight", "head.weight"}
 
 
-def test_streams_goes_with_shrinkable_only() -> None:
-    with pytest.raises(ValueError, match="`streams` goes with `where=shrinkable`"):
-        l0.attach(Residual(), torch.zeros(2, 2), where=l0.per_layer, streams=True)
+@pytest.mark.parametrize(
+    ("short", "called"),
+    [
+        (l0.shrinkable, l0.shrinkable()),
+        (l0.per_layer, l0.per_layer()),
+        (partial(l0.per_layer, only="[35]"), l0.per_layer(only="[35]")),
+        (partial(l0.shrinkable, streams=True), l0.shrinkable(streams=True)),
+    ],
+)
+def test_a_placement_without_its_call_counts_as_called(short: Any, called: Any) -> None:
+    short, called = (l0.attach(mlp(5, 4, 3, 2), torch.zeros(1, 5), where=w).placements for w in (short, called))
+    assert [p.name for p in short] == [p.name for p in called]
 
 
 def test_a_concat_is_two_axes_side_by_side_in_one_reader() -> None:
@@ -179,7 +193,7 @@ def test_a_placement_of_ones_own_must_multiply_contracting_dimensions() -> None:
 
 def test_a_placement_must_name_its_gates_apart() -> None:
     def twice(graph: Graph) -> list[Placement]:
-        return [*l0.shrinkable(graph), *l0.shrinkable(graph)]
+        return [*l0.shrinkable()(graph), *l0.shrinkable()(graph)]
 
     with pytest.raises(ValueError, match="`where` must name each placement once, got 0, 0"):
         l0.attach(mlp(4, 3, 2), torch.zeros(1, 4), where=twice)

@@ -19,7 +19,7 @@ from support.networks import MLP, LeNet, ResNet, settled
 
 
 def graph_of(model: nn.Module, x: Tensor) -> Graph:
-    return l0.attach(model, x, streams=True).graph
+    return l0.attach(model, x, where=l0.shrinkable(streams=True)).graph
 
 
 def without(graph: Graph, **closed: list[int]) -> np.ndarray:
@@ -117,7 +117,7 @@ def test_the_unit_with_most_evidence_comes_back() -> None:
 @given(st.lists(st.booleans(), min_size=12, max_size=12), st.lists(st.integers(0, 9), min_size=12, max_size=12))
 def test_groups_are_filled_up_with_the_best(alive: list[bool], evidence: list[int]) -> None:
     """Every group keeps as many as the fullest, all that were alive, and of the others those with most evidence."""
-    graph = Graph((l0.Axis("a", 12, ()),), {}, balances=(np.arange(12).reshape(3, 4),))
+    graph = Graph((l0.graph.Axis("a", 12, ()),), {}, balances=(np.arange(12).reshape(3, 4),))
     kept = make_plan(graph, np.array(alive), evidence=np.array(evidence, dtype=float), refuse=False).units.reshape(3, 4)
     before = np.array(alive).reshape(3, 4)
     if not before.any():

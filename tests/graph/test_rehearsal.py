@@ -17,7 +17,7 @@ from support.networks import MLP, FeedForward, LeNet, ResNet
 
 
 def reasons(model: nn.Module, x: Tensor) -> dict[str, str | None]:
-    return {a.name: a.frozen for a in proven(model, l0.trace(model, x), as_inputs(x)).axes}
+    return {a.name: a.frozen for a in proven(model, l0.graph.trace(model, x), as_inputs(x)).axes}
 
 
 def test_what_can_be_removed_stays_free() -> None:
@@ -26,7 +26,7 @@ def test_what_can_be_removed_stays_free() -> None:
         (LeNet(), torch.zeros(2, 1, 14, 14)),
         (ResNet(), torch.zeros(2, 2, 6, 6)),
     ):
-        before = {a.name: a.frozen for a in l0.trace(model, x).axes}
+        before = {a.name: a.frozen for a in l0.graph.trace(model, x).axes}
         assert reasons(model, x) == before
 
 
@@ -74,7 +74,7 @@ def test_the_model_and_the_random_state_are_left_alone() -> None:
     model = ResNet().train()
     state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     x = torch.ones(2, 2, 6, 6)
-    graph = l0.trace(model, x)
+    graph = l0.graph.trace(model, x)
     torch.set_rng_state(generator)
     proven(model, graph, as_inputs(x))
     assert torch.equal(torch.get_rng_state(), generator)
@@ -84,7 +84,7 @@ def test_the_model_and_the_random_state_are_left_alone() -> None:
 
 def test_which_axes_can_vanish() -> None:
     def vanishing(model: nn.Module, x: Tensor) -> list[str]:
-        return [a.name for a in proven(model, l0.trace(model, x), as_inputs(x)).axes if a.can_vanish]
+        return [a.name for a in proven(model, l0.graph.trace(model, x), as_inputs(x)).axes if a.can_vanish]
 
     assert vanishing(ResNet(), torch.zeros(2, 2, 6, 6)) == ["conv1"]
     assert vanishing(FeedForward(), torch.zeros(2, 3)) == ["up"]
@@ -102,7 +102,7 @@ def test_a_model_that_only_takes_float32_is_tried_in_float32() -> None:
 
 def test_masked_weights() -> None:
     model = MLP(2, 3, 2)
-    graph = l0.trace(model, torch.zeros(1, 2))
+    graph = l0.graph.trace(model, torch.zeros(1, 2))
     alive = np.ones(graph.offsets[-1], dtype=bool)
     alive[1] = False
     masked = masked_weights(model, graph, alive)["layers.1.weight"]

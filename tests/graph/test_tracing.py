@@ -16,11 +16,11 @@ from ellzero.graph.tracing import as_inputs, batch_size, canonical_names
 from support.networks import MLP, Drawn, LeNet, ResNet, drawn_networks
 
 
-def axes_of(model: nn.Module, x: Any) -> dict[str, l0.Axis]:
-    return {a.name: a for a in l0.trace(model, x).axes}
+def axes_of(model: nn.Module, x: Any) -> dict[str, l0.graph.Axis]:
+    return {a.name: a for a in l0.graph.trace(model, x).axes}
 
 
-def places(axis: l0.Axis) -> set[tuple[str, tuple[int, ...], str]]:
+def places(axis: l0.graph.Axis) -> set[tuple[str, tuple[int, ...], str]]:
     return {(s.tensor, s.dims, s.role) for s in axis.sites}
 
 
@@ -66,7 +66,7 @@ def test_random_networks_have_the_units_of_their_program(model: Drawn) -> None:
     """Two rows of two weights are one unit exactly if the program says so."""
     channels, size = model.shapes[0]
     x = torch.zeros(2, channels, size, size) if size else torch.zeros(2, channels)
-    graph = l0.trace(model, x)
+    graph = l0.graph.trace(model, x)
     rows, reads, _, _ = model.units()
     ours: dict[int, set[int]] = {}
     for (layer, row), unit in rows.items():
@@ -105,7 +105,7 @@ def test_tracing_leaves_the_model_as_it_is() -> None:
     model.norm1.eval()
     modes = {n: m.training for n, m in model.named_modules()}
     state = copy.deepcopy(model.state_dict())
-    l0.trace(model, torch.randn(2, 2, 6, 6))
+    l0.graph.trace(model, torch.randn(2, 2, 6, 6))
     assert {n: m.training for n, m in model.named_modules()} == modes
     assert all(torch.equal(state[k], t) for k, t in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -124,9 +124,9 @@ def test_forms_of_example_inputs() -> None:
     for example in (x, (x,), [x, scale], {"x": x, "scale": scale}):
         assert axes_of(Two(), example)["a"].frozen is None
     with pytest.raises(TypeError, match=r"`example_inputs` must be a tuple .* got str"):
-        l0.trace(Two(), "x")
-    with pytest.raises(l0.TraceError, match="the model rejects `example_inputs`: RuntimeError"):
-        l0.trace(Two(), torch.zeros(2, 4))
+        l0.graph.trace(Two(), "x")
+    with pytest.raises(l0.graph.TraceError, match="the model rejects `example_inputs`: RuntimeError"):
+        l0.graph.trace(Two(), torch.zeros(2, 4))
     assert batch_size(as_inputs(x)) == 2
 
 
@@ -151,7 +151,7 @@ def test_tied_weights_have_one_name() -> None:
     model = MLP(4, 4, 4)
     model.layers[1].weight = model.layers[0].weight
     assert canonical_names(model)["layers.1.weight"] == "layers.0.weight"
-    assert "layers.1.weight" not in l0.trace(model, torch.zeros(1, 4)).shapes
+    assert "layers.1.weight" not in l0.graph.trace(model, torch.zeros(1, 4)).shapes
 
 
 def test_what_only_training_mixes_is_frozen() -> None:
@@ -165,5 +165,5 @@ def test_what_only_training_mixes_is_frozen() -> None:
 
 def test_macs_are_those_of_one_example() -> None:
     for n in (1, 3):
-        products = l0.trace(LeNet(), torch.zeros(n, 1, 14, 14)).products or ()
+        products = l0.graph.trace(LeNet(), torch.zeros(n, 1, 14, 14)).products or ()
         assert {p.name: p.factor for p in products} == {"conv1": 144.0, "conv2": 16.0, "fc1": 1.0, "fc2": 1.0}

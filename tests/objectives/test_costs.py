@@ -158,7 +158,7 @@ def unstructured(o: Opens) -> Sizes:
 CASES = [
     Case("chain", lambda: mlp(2, 3, 2, 2), (2,), chain),
     Case("convolutions with batch norm", ConvNet, (1, 4, 4), conv_net),
-    Case("residual stream", Residual, (2,), residual, {"streams": True}),
+    Case("residual stream", Residual, (2,), residual, {"where": l0.shrinkable(streams=True)}),
     Case("square block under per_layer", SquareStream, (2,), square_stream, {"where": l0.per_layer}),
     Case("two readers, gates of their own", TwoReaders, (2,), two_readers, {"where": own_inputs("left", "right")}),
     Case("two readers, one gated", TwoReaders, (2,), two_readers_one_gated, {"where": own_inputs("left")}),
@@ -190,7 +190,7 @@ def test_kept_cost_is_that_of_the_compact_network_in_every_state(case: Case) -> 
         opens = by_name(gated, state)
         try:
             small = l0.compact(gated, verify=False)
-        except l0.ClosedAxisError:
+        except l0.graph.ClosedAxisError:
             continue
         params, macs = measured(small, x)
         assert (number(l0.params(gated, kept=True)), number(l0.macs(gated, kept=True))) == (params, macs), opens
@@ -230,7 +230,7 @@ def test_gradients_of_expected_costs_are_finite_differences(case: Case) -> None:
 
 def test_a_residual_stream_counts_each_unit_once_with_itself() -> None:
     """E[n²] = (Σp)² − Σp² + Σp for the square block of a stream."""
-    gated = Case("", Residual, (2,), residual, {"streams": True}).gated()
+    gated = Case("", Residual, (2,), residual, {"where": l0.shrinkable(streams=True)}).gated()
     p = dict(zip(by_name(gated, [False] * 5), gated.prob_open().split([3, 2]), strict=True))["stem"]
     square = p.sum() ** 2 - (p**2).sum() + p.sum()
     torch.testing.assert_close(l0.macs(gated, only="square"), square)
@@ -254,7 +254,7 @@ def test_kept_cost_of_what_cannot_be_closed_counts_the_unit_that_stays() -> None
     """`compact` refuses an axis that is closed as a whole; a kept cost must not, since training may pass there."""
     gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
     set_gates(gated, [False] * 3)
-    with pytest.raises(l0.ClosedAxisError, match="`0`"):
+    with pytest.raises(l0.graph.ClosedAxisError, match="`0`"):
         l0.compact(gated)
     assert number(l0.params(gated, kept=True)) == 2 + 1 + 2 + 2
     assert number(l0.params(gated)) == pytest.approx(2, abs=0.1)  # in expectation it is not counted
@@ -359,14 +359,14 @@ def test_parts_add_up() -> None:
     gated = scattered(l0.attach(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer))
     for kept in (False, True):
         for cost in COSTS:
-            parts = l0.breakdown(cost, gated, kept=kept)
+            parts = l0.objectives.costs.breakdown(cost, gated, kept=kept)
             assert sum(parts.values()) == pytest.approx(number(cost(gated, kept=kept)), rel=1e-6)
             for name, value in parts.items():
                 assert number(cost(gated, kept=kept, only=name)) == pytest.approx(value, rel=1e-6)
         names = [p.name for p in gated.placements]
         whole = number(l0.l0_norm(gated, kept=kept))
         assert sum(number(l0.l0_norm(gated, kept=kept, only=name)) for name in names) == pytest.approx(whole, rel=1e-6)
-    assert l0.breakdown(l0.params, gated, only="[37]").keys() == {"3", "7"}
+    assert l0.objectives.costs.breakdown(l0.params, gated, only="[37]").keys() == {"3", "7"}
     assert number(l0.params(gated, only="9")) == pytest.approx(
         10 * number(gated.gates["9"].prob_open().sum()) + 10, rel=1e-6
     )
@@ -381,15 +381,18 @@ def test_a_pattern_that_matches_nothing_is_refused(cost: Any) -> None:
 
 def test_breakdown_of_a_cost_without_parts_is_empty() -> None:
     gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
-    assert l0.breakdown(l0.l0_norm, gated) == {}
+    assert l0.objectives.costs.breakdown(l0.l0_norm, gated) == {}
 
 
 def test_floor_is_what_frozen_layers_cost() -> None:
     gated = l0.attach(mlp(4, 3, 2), torch.zeros(1, 4))
-    assert l0.floor(l0.params, gated) == (2.0, ["2"])  # the output's bias
-    assert l0.floor(l0.macs, gated) == (0.0, [])
-    assert l0.floor(l0.params, gated, kept=True) == (4 + 1 + 2 + 2, ["0", "2"])  # one hidden unit stays
-    least, layers = l0.floor(l0.params, l0.attach(Residual(), torch.zeros(2, 2)))
+    assert l0.objectives.costs.floor(l0.params, gated) == (2.0, ["2"])  # the output's bias
+    assert l0.objectives.costs.floor(l0.macs, gated) == (0.0, [])
+    assert l0.objectives.costs.floor(l0.params, gated, kept=True) == (
+        4 + 1 + 2 + 2,
+        ["0", "2"],
+    )  # one hidden unit stays
+    least, layers = l0.objectives.costs.floor(l0.params, l0.attach(Residual(), torch.zeros(2, 2)))
     assert (least, layers) == (6 + 3 + 12 + 3 + 8, ["square", "stem", "head", "down"])
 
 
@@ -437,8 +440,8 @@ def test_a_cost_of_something_else_is_refused(cost: Any, what: Any) -> None:
         lambda: cost(what),
         lambda: cost(what, kept=True),
         lambda: l0.dense(cost, what),
-        lambda: l0.breakdown(cost, what),
-        lambda: l0.floor(cost, what),
+        lambda: l0.objectives.costs.breakdown(cost, what),
+        lambda: l0.objectives.costs.floor(cost, what),
     ):
         with pytest.raises(TypeError, match=f"`gated` must be what `attach` returned, got {type(what).__name__}"):
             call()
@@ -451,7 +454,7 @@ def test_macs_of_axes_by_hand_are_refused() -> None:
         Site("0.bias", (0,), np.arange(3), "rides"),
         Site("2.weight", (1,), np.arange(3), "reads"),
     )
-    gated = l0.attach(model, torch.zeros(2, 2), axes=[l0.Axis("hidden", 3, sites)])
+    gated = l0.attach(model, torch.zeros(2, 2), axes=[l0.graph.Axis("hidden", 3, sites)])
     assert l0.dense(l0.params, gated) == 17
     set_gates(gated, [True, False, True])
     assert number(l0.params(gated, kept=True)) == measured(l0.compact(gated), torch.zeros(1, 2))[0] == 12

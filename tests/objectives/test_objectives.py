@@ -991,7 +991,9 @@ def test_exponentiated_ascent_follows_the_logarithm_of_the_cost_over_the_target(
     gated = l0.attach(net, torch.zeros(1, 6))
     share = l0.params(gated).item() / l0.dense(l0.params, gated)
     for at_most in (share / 1.7, share * 1.1):
-        constraint = l0.Constraint(l0.params, at_most, dual=l0.ExponentiatedAscent(rate=0.3, start=0.5, highest=4.0))
+        constraint = l0.Constraint(
+            l0.params, at_most, dual=l0.duals.ExponentiatedAscent(rate=0.3, start=0.5, highest=4.0)
+        )
         for n in range(1, 20):
             constraint(gated)
             constraint.ascend()
@@ -1002,4 +1004,4 @@ def test_exponentiated_ascent_follows_the_logarithm_of_the_cost_over_the_target(
 @pytest.mark.parametrize("name", ["rate", "start", "highest"])
 def test_exponentiated_ascent_takes_positive_numbers(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be a positive number"):
-        l0.ExponentiatedAscent(**{"rate": 0.1, name: 0.0})
+        l0.duals.ExponentiatedAscent(**{"rate": 0.1, name: 0.0})

@@ -109,7 +109,7 @@ def frozen(model: nn.Module, x: Any, name: str) -> str:
     """Why an axis is frozen."""
     args = x if isinstance(x, tuple) else (x,)
     try:
-        axes = l0.attach(settled(model), args, streams=True).axes
+        axes = l0.attach(settled(model), args, where=l0.shrinkable(streams=True)).axes
     except ValueError as error:
         return str(error)
     found = {a.name: a.frozen for a in axes}
@@ -419,7 +419,9 @@ def test_both_writers_of_a_sum() -> None:
 def test_residual_stream(in_place: bool) -> None:
     readers = {"stem": {"conv1": same, "head": same}, "conv1": {"conv2": same}}
     closed = {"stem": [1, 4], "conv1": [0, 2]}
-    gated, small = exact(ResNet(in_place=in_place), images(2, 2, 6, 6), readers, closed, streams=True)
+    gated, small = exact(
+        ResNet(in_place=in_place), images(2, 2, 6, 6), readers, closed, where=l0.shrinkable(streams=True)
+    )
     assert [a.name for a in gated.axes if a.stream] == ["stem"]
     assert small.stem.out_channels == small.conv2.out_channels == 4
 
@@ -442,7 +444,7 @@ def test_embedding_and_residual_stream() -> None:
         tokens,
         {"embed": {"up": same, "head": same}, "up": {"down": same}},
         {"embed": [0, 2], "up": [4]},
-        streams=True,
+        where=l0.shrinkable(streams=True),
     )
     assert small.embed.embedding_dim == 4
 
@@ -542,7 +544,9 @@ def test_layer_scale() -> None:
             return self.head(x + self.scale * self.down(torch.sigmoid(self.up(x))))
 
     readers = {"embed": {"up": same, "head": same}, "up": {"down": same}}
-    gated, small = exact(Scaled(), images(2, 3), readers, {"embed": [1, 3], "up": [0]}, streams=True)
+    gated, small = exact(
+        Scaled(), images(2, 3), readers, {"embed": [1, 3], "up": [0]}, where=l0.shrinkable(streams=True)
+    )
     assert small.scale.shape == (3,)
     assert "scale" not in gated._targets
 
@@ -617,7 +621,7 @@ def test_what_survives_the_loss_of_two_units_and_not_of_three_is_frozen() -> Non
         return m.out((q @ k.transpose(-2, -1)).softmax(-1) @ v)
 
     model = net(forward, qkv=nn.Linear(4, 12), out=nn.Linear(4, 2)).double()
-    found = {a.name: a.frozen for a in l0.trace(model, images(2, 5, 4)).axes}
+    found = {a.name: a.frozen for a in l0.graph.trace(model, images(2, 5, 4)).axes}
     assert found["qkv"] is None  # the values, by the trace alone
     with pytest.raises(ValueError, match="with a unit of it removed"):
         l0.attach(model, images(2, 5, 4))
@@ -638,7 +642,9 @@ def test_windows_and_roll(shift: int) -> None:
 
     model = net(forward, patch=nn.Conv2d(2, 6, 2, 2), up=nn.Linear(6, 5), down=nn.Linear(5, 4), head=nn.Conv2d(4, 3, 1))
     readers = {"patch": {"up": same}, "up": {"down": same}, "down": {"head": same}}
-    exact(model, images(2, 2, 8, 8), readers, {"patch": [0, 3], "up": [1], "down": [2]}, streams=True)
+    exact(
+        model, images(2, 2, 8, 8), readers, {"patch": [0, 3], "up": [1], "down": [2]}, where=l0.shrinkable(streams=True)
+    )
 
 
 # ---------------------------------------------------------------- frozen, with the reason
@@ -731,7 +737,9 @@ def test_tied_embedding_and_head() -> None:
             x = self.embed(i)
             return self.head(x + self.down(F.gelu(self.up(x))))
 
-    gated, small = exact(Tied(), torch.randint(0, 9, (2, 7)), {"up": {"down": same}}, {"up": [0, 4]}, streams=True)
+    gated, small = exact(
+        Tied(), torch.randint(0, 9, (2, 7)), {"up": {"down": same}}, {"up": [0, 4]}, where=l0.shrinkable(streams=True)
+    )
     assert small.head.weight is small.embed.weight
     assert any("`embed.weight` both reads and writes it" in str(a.frozen) for a in gated.axes)
 
@@ -761,7 +769,7 @@ def test_data_dependent_control_flow_is_refused() -> None:
         return m.b(F.relu(m.a(x))) if x.sum() > 0 else m.b(m.a(x))
 
     model = net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3))
-    with pytest.raises(l0.TraceError, match=r"data-dependent control flow .* axes can be passed by hand"):
+    with pytest.raises(l0.graph.TraceError, match=r"data-dependent control flow .* axes can be passed by hand"):
         l0.attach(model, torch.ones(2, 4))
 
 
@@ -771,18 +779,20 @@ def test_axes_by_hand_for_what_cannot_be_traced() -> None:
 
     model = net(forward, a=nn.Linear(4, 6), norm=nn.BatchNorm1d(6), b=nn.Linear(6, 3))
     on = np.arange(6)
-    sites = [l0.Site("a.weight", (0,), on, "writes"), l0.Site("b.weight", (1,), on, "reads")]
+    sites = [l0.graph.Site("a.weight", (0,), on, "writes"), l0.graph.Site("b.weight", (1,), on, "reads")]
     rides = ("a.bias", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var")
-    axis = l0.Axis("hidden", 6, (*sites, *(l0.Site(t, (0,), on, "rides") for t in rides)))
+    axis = l0.graph.Axis("hidden", 6, (*sites, *(l0.graph.Site(t, (0,), on, "rides") for t in rides)))
     exact(model, images(2, 4), {"hidden": {"b": same}}, {"hidden": [0, 3]}, axes=[axis])
     with pytest.raises(ValueError, match="`macs` needs a traced forward"):
         l0.macs(l0.attach(model, images(2, 4), axes=[axis]))
     with pytest.raises(ValueError, match=r"`axes` names `c\.weight`"):
-        l0.attach(model, images(2, 4), axes=[l0.Axis("hidden", 6, (l0.Site("c.weight", (0,), on, "reads"),))])
+        l0.attach(
+            model, images(2, 4), axes=[l0.graph.Axis("hidden", 6, (l0.graph.Site("c.weight", (0,), on, "reads"),))]
+        )
 
 
 def test_tracing_limit_names_the_operation() -> None:
-    with pytest.raises(l0.TraceError, match=r"`limit` at operation \d+ of \d+, `.+`"):
+    with pytest.raises(l0.graph.TraceError, match=r"`limit` at operation \d+ of \d+, `.+`"):
         l0.attach(MLP(4, 5, 3), torch.zeros(1, 4), limit=0)
 
 
@@ -797,10 +807,12 @@ def test_module_used_twice() -> None:
         out=nn.Linear(6, 2),
     )
     settled(model)
-    reasons = {a.name: a.frozen for a in l0.trace(model, images(2, 3)).axes}
+    reasons = {a.name: a.frozen for a in l0.graph.trace(model, images(2, 3)).axes}
     # `both` reads what it writes: one axis, whose gate lies on its inputs alone.
     assert reasons["stem"] is None
-    _gated, small = exact(model, images(2, 3), {"stem": {"both": same, "out": same}}, {"stem": [0, 3]}, streams=True)
+    _gated, small = exact(
+        model, images(2, 3), {"stem": {"both": same, "out": same}}, {"stem": [0, 3]}, where=l0.shrinkable(streams=True)
+    )
     assert tuple(small.both.weight.shape) == (4, 4)
 
 
@@ -903,7 +915,7 @@ def test_closed_axis_without_residual_path_is_refused() -> None:
     gated = l0.attach(settled(LeNet()), images(2, 1, 14, 14))
     set_gates(gated, {"conv2": range(5)})
     before = copy.deepcopy(gated.state_dict())
-    with pytest.raises(l0.ClosedAxisError, match="every unit of axis `conv2` is closed"):
+    with pytest.raises(l0.graph.ClosedAxisError, match="every unit of axis `conv2` is closed"):
         l0.compact(gated)
     assert all(torch.equal(before[k], t) for k, t in gated.state_dict().items())
 
@@ -918,7 +930,9 @@ def test_closed_residual_branch_of_convolutions_is_taken_out(in_place: bool) -> 
 
 def test_closed_residual_branch_with_a_part_of_the_stream() -> None:
     readers = {"stem": {"conv1": same, "head": same}, "conv1": {"conv2": same}}
-    _, small = exact(ResNet(), images(2, 2, 6, 6), readers, {"stem": [0, 3], "conv1": range(5)}, streams=True)
+    _, small = exact(
+        ResNet(), images(2, 2, 6, 6), readers, {"stem": [0, 3], "conv1": range(5)}, where=l0.shrinkable(streams=True)
+    )
     assert small.stem.out_channels == 4
 
 
@@ -945,7 +959,9 @@ def test_closed_branch_with_stride_dilation_and_padding() -> None:
         head=nn.Conv2d(6, 2, 1),
     )
     readers = {"stem": {"short": same, "a": same}, "short": {"head": same}, "a": {"b": same}}
-    _, small = exact(model, images(2, 2, 9, 9), readers, {"stem": [0], "a": range(5)}, streams=True)
+    _, small = exact(
+        model, images(2, 2, 9, 9), readers, {"stem": [0], "a": range(5)}, where=l0.shrinkable(streams=True)
+    )
     assert sum(p.numel() for n, p in small.named_parameters() if n.startswith(("a.", "b."))) == 6
 
 
@@ -1089,8 +1105,8 @@ def test_a_wrong_plan_is_caught_and_the_layer_named(monkeypatch: pytest.MonkeyPa
     right = gated.plan()
     wrong = copy.deepcopy(right.rows)
     wrong["conv2.weight"][1] = np.array([0, 1, 3])  # keeps the closed map 3 for map 2
-    monkeypatch.setattr(type(gated), "plan", lambda self: l0.Plan(right.units, wrong))
-    with pytest.raises(l0.CompactionError, match="first at `conv2`"):
+    monkeypatch.setattr(type(gated), "plan", lambda self: l0.graph.Plan(right.units, wrong))
+    with pytest.raises(l0.out.compaction.CompactionError, match="first at `conv2`"):
         l0.compact(gated)
     l0.compact(gated, verify=False)
     monkeypatch.setattr(type(gated), "plan", lambda self: right)
@@ -1102,8 +1118,8 @@ def test_a_forgotten_buffer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     set_gates(gated, {"conv1": [0]})
     right = gated.plan()
     rows = {**right.rows, "norm2.running_mean": {0: np.array([0, 1, 2, 3])}}
-    monkeypatch.setattr(type(gated), "plan", lambda self: l0.Plan(right.units, rows))
-    with pytest.raises(l0.CompactionError, match="first at `norm2`"):
+    monkeypatch.setattr(type(gated), "plan", lambda self: l0.graph.Plan(right.units, rows))
+    with pytest.raises(l0.out.compaction.CompactionError, match="first at `norm2`"):
         l0.compact(gated)
 
 
@@ -1152,7 +1168,7 @@ def test_not_finite_gates_are_refused() -> None:
 
 def test_fold_keeps_shapes_zeros_and_function() -> None:
     model = settled(ResNet())
-    gated = l0.attach(model, images(2, 2, 6, 6), streams=True).eval()
+    gated = l0.attach(model, images(2, 2, 6, 6), where=l0.shrinkable(streams=True)).eval()
     z = set_gates(gated, {"stem": [1, 4], "conv1": [0, 2]})
     flat = l0.fold(gated)
     assert type(flat) is ResNet
@@ -1170,7 +1186,7 @@ def test_fold_keeps_shapes_zeros_and_function() -> None:
 
 
 def _ready(streams: bool = True) -> l0.Gated:
-    gated = l0.attach(settled(ResNet(width=9, inner=11)), images(2, 2, 6, 6), streams=streams)
+    gated = l0.attach(settled(ResNet(width=9, inner=11)), images(2, 2, 6, 6), where=l0.shrinkable(streams=streams))
     set_gates(gated, {"conv1": [2]})
     return gated
 
@@ -1206,7 +1222,7 @@ def test_finalize_leaves_no_room_for_another_unit(kind: str, at_most: float) -> 
     """Closing one by one can overshoot: a group falls away as a whole, a stream's unit lies in many layers."""
     grouped = nn.Sequential(nn.Conv1d(2, 8, 1), nn.Conv1d(8, 12, 1, groups=4), nn.Conv1d(12, 5, 1), nn.Conv1d(5, 3, 1))
     model, x = (grouped, images(2, 2, 4)) if kind == "groups" else (ResNet(5, 4), images(2, 2, 6, 6))
-    gated = l0.attach(settled(model), x, streams=True)
+    gated = l0.attach(settled(model), x, where=l0.shrinkable(streams=True))
     set_gates(gated, {})
     l0.finalize(gated, at_most)
     opens, target = gated.opens(), at_most * l0.dense(l0.params, gated)
@@ -1365,7 +1381,7 @@ def test_random_networks(streams: bool) -> None:
         x = torch.randn(2, *shape, dtype=torch.float64)
         _rows, reads, first, last = model.units()
         try:
-            gated = l0.attach(model, x, streams=streams).eval()
+            gated = l0.attach(model, x, where=l0.shrinkable(streams=streams)).eval()
         except ValueError as error:
             if "nothing to gate" not in str(error):
                 raise
@@ -1391,7 +1407,7 @@ def test_random_networks(streams: bool) -> None:
             assert_same(hand(others), gated(others), 1e-11)
             try:
                 small = l0.compact(gated)
-            except l0.ClosedAxisError:
+            except l0.graph.ClosedAxisError:
                 assert_same(
                     hand(others[:1]).expand(3, *hand(others).shape[1:]), hand(others)
                 )  # the output has lost the input

@@ -76,12 +76,14 @@ def lenet() -> tuple[l0.Gated, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def lenet_report() -> tuple[l0.Gated, l0.Report, Tensor]:
+def lenet_report() -> tuple[l0.Gated, l0.out.reporting.Report, Tensor]:
     gated, x = lenet()
     return gated, l0.report(gated), x
 
 
-def test_units_gates_and_picked_inputs_are_told_apart(lenet_report: tuple[l0.Gated, l0.Report, Tensor]) -> None:
+def test_units_gates_and_picked_inputs_are_told_apart(
+    lenet_report: tuple[l0.Gated, l0.out.reporting.Report, Tensor],
+) -> None:
     _, report, _ = lenet_report
     assert [(a.name, a.dense, a.kept, a.state) for a in report.axes] == [
         ("conv1", 20, 9, "gated"),
@@ -100,7 +102,7 @@ def test_units_gates_and_picked_inputs_are_told_apart(lenet_report: tuple[l0.Gat
     assert report.axes[-1].why == "it is the model's output"
 
 
-def test_totals_are_those_of_the_two_networks(lenet_report: tuple[l0.Gated, l0.Report, Tensor]) -> None:
+def test_totals_are_those_of_the_two_networks(lenet_report: tuple[l0.Gated, l0.out.reporting.Report, Tensor]) -> None:
     gated, report, x = lenet_report
     small = l0.compact(gated)
     assert report.params.dense == entries(gated.model) == 431_080
@@ -112,7 +114,9 @@ def test_totals_are_those_of_the_two_networks(lenet_report: tuple[l0.Gated, l0.R
     assert report.l0_norm.kept == 9 * 26 + 18 * 501 + 65 * 500 + 25 * 10
 
 
-def test_expected_counts_are_sums_over_the_gates(lenet_report: tuple[l0.Gated, l0.Report, Tensor]) -> None:
+def test_expected_counts_are_sums_over_the_gates(
+    lenet_report: tuple[l0.Gated, l0.out.reporting.Report, Tensor],
+) -> None:
     gated, report, _ = lenet_report
     p = {name: gate.prob_open().double() for name, gate in gated.named_gates()}
     assert [g.expected for g in report.gates] == pytest.approx([q.sum().item() for q in p.values()], rel=1e-5)
@@ -177,7 +181,7 @@ def test_an_axis_that_nothing_carries_on_without_is_reported_with_the_refusal() 
     assert report.axes[0].state == "closed"
     assert report.speed is None
     assert report.refusal is not None
-    with pytest.raises(l0.ClosedAxisError) as refused:
+    with pytest.raises(l0.graph.ClosedAxisError) as refused:
         l0.compact(gated)
     assert report.refusal == str(refused.value)
     assert "`compact` would refuse this network: every unit of axis `0` is closed" in report.markdown()
@@ -195,7 +199,7 @@ def test_unstructured_gates() -> None:
 
 def test_axes_by_hand_have_no_macs() -> None:
     model = mlp()
-    axes = [a for a in l0.trace(model, torch.zeros(2, 6)).axes if a.frozen is None]
+    axes = [a for a in l0.graph.trace(model, torch.zeros(2, 6)).axes if a.frozen is None]
     report = l0.report(l0.attach(model, torch.zeros(2, 6), axes=axes))
     assert report.macs is None
     assert report.params.dense == entries(model)
@@ -222,7 +226,7 @@ class Switch(AbstractGate):
         return phi[0].relu()
 
     def prob_from(self, phi: Phi) -> Tensor:
-        raise l0.NoExpectation("a switch is always open")
+        raise l0.gates.NoExpectation("a switch is always open")
 
     def evidence_from(self, phi: Phi) -> Tensor:
         return phi[0]
@@ -247,7 +251,7 @@ def test_gates_without_an_expectation_show_a_dash() -> None:
 # ---------------------------------------------------------------- forms
 
 
-def test_json_is_the_fields_and_nothing_else(lenet_report: tuple[l0.Gated, l0.Report, Tensor]) -> None:
+def test_json_is_the_fields_and_nothing_else(lenet_report: tuple[l0.Gated, l0.out.reporting.Report, Tensor]) -> None:
     report = lenet_report[1]
     data = json.loads(report.json())
     assert list(data) == [
@@ -261,7 +265,7 @@ def test_json_is_the_fields_and_nothing_else(lenet_report: tuple[l0.Gated, l0.Re
     assert data["params"].keys() == {"name", "dense", "expected", "kept"}
 
 
-def test_text_fits_and_says_what_is_what(lenet_report: tuple[l0.Gated, l0.Report, Tensor]) -> None:
+def test_text_fits_and_says_what_is_what(lenet_report: tuple[l0.Gated, l0.out.reporting.Report, Tensor]) -> None:
     report = lenet_report[1]
     text = str(report)
     assert max(map(len, text.splitlines())) <= 100
@@ -301,7 +305,7 @@ def test_markdown_is_a_table_with_its_pipes_escaped() -> None:
 
 
 def test_each_family_is_named_with_its_rule() -> None:
-    makers = {"0": partial(l0.HardConcreteGate, rule=l0.Median()), "*": l0.RectifiedGate}
+    makers = {"0": partial(l0.HardConcreteGate, rule=l0.gates.Median()), "*": l0.gates.RectifiedGate}
     report = l0.report(l0.attach(mlp(), torch.zeros(2, 6), gate=makers))
     assert [g.family for g in report.gates] == [
         "HardConcreteGate(beta=0.6667, gamma=-0.1, zeta=1.1, rule=Median())",

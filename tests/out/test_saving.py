@@ -6,7 +6,6 @@ import logging
 import os
 import struct
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +113,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Any]] = {
     "lenet": (LeNet, DIGIT, l0.shrinkable),
     "lenet with selected inputs": (LeNet, DIGIT, l0.per_layer),
     "residual": (Residual, IMAGE, l0.shrinkable),
-    "streams": (Residual, IMAGE, partial(l0.shrinkable, streams=True)),
+    "streams": (Residual, IMAGE, l0.shrinkable(streams=True)),
     "grouped": (Grouped, IMAGE, l0.shrinkable),
     "tied": (Tied, IMAGE[0, 0, :, :4], l0.shrinkable),
     "unstructured": (mlp, IMAGE[0, 0, :, :6], l0.weights("*.weight")),
@@ -204,7 +203,7 @@ def test_closed_layers_come_back(tmp_path: Path) -> None:
 
 
 def test_a_closed_layer_with_fewer_outputs_keeps_their_biases(tmp_path: Path) -> None:
-    gated = l0.attach(disturbed(Residual()), IMAGE, streams=True)
+    gated = l0.attach(disturbed(Residual()), IMAGE, where=l0.shrinkable(streams=True))
     close_all(gated, "a", "c")
     dict(gated.named_gates())["down"].close_(torch.tensor([True, False, True, False, False, False]))
     small = l0.compact(gated)

@@ -85,7 +85,7 @@ def inspect(
         input: sizes of an example input, its batch first; once for each argument of the model. 1,1,28,28 is an image of
             normal numbers, int:2,128 two rows of token numbers (0s and 1s). DTYPE is float, float16, bfloat16, float64,
             int, int32 or bool.
-        streams: take residual streams for axes that can shrink, as `attach(…, streams=True)` does.
+        streams: take residual streams for axes that can shrink, as `l0.shrinkable(streams=True)` does.
         json: print JSON: axes with all tensors that they lie on.
     """
     inputs = tuple(example(text) for text in input)

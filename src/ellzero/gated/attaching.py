@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
 from ellzero.gated.module import Gated
-from ellzero.gated.placements import Placement, Where, shrinkable
+from ellzero.gated.placements import Placement, Where, per_layer, shrinkable
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.axes import Axis, Graph
@@ -32,8 +31,7 @@ def attach(
     example_inputs: Any,
     *,
     gate: GateMaker | Mapping[str, GateMaker] = HardConcreteGate,
-    where: Where = shrinkable,
-    streams: bool = False,
+    where: Where | Callable[[], Where] = shrinkable,
     axes: Sequence[Axis] | None = None,
     limit: float = 600.0,
 ) -> Gated:
@@ -45,9 +43,8 @@ def attach(
         gate: what makes the gates of one placement from their shape, e.g. `partial(l0.HardConcreteGate,
             drop_rate=0.3)`; or several by the pattern (as in `fnmatch`) of the placement's name, the first that
             matches counting.
-        where: which gates there are: `l0.shrinkable`, `l0.per_layer`, `l0.weights("pattern")`, or any function of the
-            graph.
-        streams: with `l0.shrinkable`, whether residual streams are gated too.
+        where: which gates there are: `l0.shrinkable()`, `l0.per_layer()`, `l0.weights("pattern")`, or any function of
+            the graph. Without arguments, the parentheses may be left out.
         axes: axes by hand, for a model that `torch.export` cannot trace; `macs` has no meaning then.
         limit: seconds that tracing may take.
 
@@ -70,21 +67,27 @@ def attach(
         raise TypeError("`model` is gated already; attach to `model.model`, or pass `where` once for all gates")
     if not callable(where):
         raise TypeError(
-            f"`where` must be a function from a graph to placements, such as `l0.shrinkable`, got {where!r}"
+            f"`where` must be a function from a graph to placements, such as `l0.shrinkable()`, got {where!r}"
         )
-    if streams and where is not shrinkable:
-        raise ValueError("`streams` goes with `where=shrinkable` only")
     _refuse_sharded(model)
     inputs = as_inputs(example_inputs)
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):  # running the model here must not change what a seeded run draws later
         graph = trace(model, example_inputs, limit=limit) if axes is None else _by_hand(model, axes)
         graph = proven(model, graph, inputs)
-    placements = list(partial(shrinkable, streams=True)(graph) if streams else where(graph))
+    placements = list(_called(where)(graph))
     if not placements:
-        reasons = "; ".join(f"`{a.name}`: {a.frozen or 'a residual stream (pass `streams=True`)'}" for a in graph.axes)
+        stream = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)"
+        reasons = "; ".join(f"`{a.name}`: {a.frozen or stream}" for a in graph.axes)
         raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
     return Gated(model, graph, placements, [_make(gate, p) for p in placements], inputs)
+
+
+def _called(where: Any) -> Where:
+    """`where` itself, or what it makes: `l0.per_layer`, and `partial(l0.per_layer, only="fc*")`, count as called."""
+    factory = where.func if isinstance(where, partial) else where
+    made: Where = where() if factory in (shrinkable, per_layer) else where
+    return made
 
 
 def _make(maker: GateMaker | Mapping[str, GateMaker], placement: Placement) -> AbstractGate:

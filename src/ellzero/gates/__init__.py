@@ -1,5 +1,6 @@
 """One random multiplier: its distribution, the gate that learns it, and how many gates are evaluated at once."""
 
+from ellzero.gates import distributions
 from ellzero.gates.abstract import (
     AbstractGate,
     NoExpectation,
@@ -24,6 +25,7 @@ __all__ = [
     "Noiseless",
     "Phi",
     "RectifiedGate",
+    "distributions",
     "draw",
     "evidences",
     "flat",

@@ -149,6 +149,7 @@ class AbstractGate(nn.Module, ABC):
 
 
 def check_mask(where: Tensor, shape: torch.Size) -> None:
+    """Refuses what is no mask of the gates of this shape."""
     if where.dtype != torch.bool or where.shape != shape:
         raise ValueError(
             f"`where` must be a bool mask of shape {tuple(shape)}, got {where.dtype} of shape {tuple(where.shape)}"

@@ -173,5 +173,6 @@ class HardConcreteGate(AbstractGate):
 
 
 def check_drop_rate(drop_rate: float) -> None:
+    """Refuses a drop rate outside (0, 1)."""
     if not 0 < drop_rate < 1:
         raise ValueError(f"`drop_rate` must lie in (0, 1), got {drop_rate}")

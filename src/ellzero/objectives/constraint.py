@@ -75,7 +75,7 @@ class Constraint(nn.Module):
         >>> import torch, ellzero as l0
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         >>> gated = l0.attach(model, (torch.randn(1, 4),))
-        >>> budget = l0.Constraint(l0.params, at_most=0.5, dual=l0.GradientAscent(lr=0.1))
+        >>> budget = l0.Constraint(l0.params, at_most=0.5, dual=l0.duals.GradientAscent(lr=0.1))
         >>> loss = gated(torch.randn(3, 4)).square().mean() + budget(gated)
         >>> loss.backward()
         >>> budget.ascend()

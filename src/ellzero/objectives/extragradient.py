@@ -43,7 +43,7 @@ def extra_gradient_step(
         >>> gated = l0.attach(model, (x,))
         >>> budget = l0.Constraint(l0.params, at_most=0.5)
         >>> adam = torch.optim.Adam(gated.parameters())
-        >>> value = l0.extra_gradient_step(budget, adam, lambda: gated(x).square().mean() + budget(gated))
+        >>> value = l0.objectives.extra_gradient_step(budget, adam, lambda: gated(x).square().mean() + budget(gated))
         >>> int(adam.state[next(gated.parameters())]["step"])
         1
     """

@@ -91,7 +91,11 @@ def test_network_gates_multipliers_and_optimizer_go_on_as_if_nothing_had_happene
     def parts() -> tuple[l0.Gated, l0.Constraint, torch.optim.Optimizer]:
         net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
         gated = l0.attach(net, (torch.randn(2, 4),))
-        return gated, l0.Constraint(l0.params, at_most=0.5, dual=l0.NuPI(kp=1.0)), torch.optim.Adam(gated.parameters())
+        return (
+            gated,
+            l0.Constraint(l0.params, at_most=0.5, dual=l0.duals.NuPI(kp=1.0)),
+            torch.optim.Adam(gated.parameters()),
+        )
 
     def run(folder: Path | None) -> list[Any]:
         torch.manual_seed(3)

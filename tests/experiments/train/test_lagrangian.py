@@ -124,11 +124,13 @@ def test_the_target_comes_down_from_one_on_a_line_or_by_equal_factors() -> None:
 
 def test_multipliers_are_moved_as_the_recipe_says() -> None:
     r = recipe(at_most=0.2)
-    assert dual_optimizer(r.override(dual="ascent"), 10) == l0.GradientAscent(1e-4, restarts=True)
-    assert dual_optimizer(r.override(dual="ascent", dual_lr=0.3, restarts=False), 10) == l0.GradientAscent(0.3, False)
-    assert dual_optimizer(r.override(dual="extrapolation", dual_lr=0.3), 10) == l0.ExtrapolationFromPast(0.3)
+    assert dual_optimizer(r.override(dual="ascent"), 10) == l0.duals.GradientAscent(1e-4, restarts=True)
+    assert dual_optimizer(r.override(dual="ascent", dual_lr=0.3, restarts=False), 10) == l0.duals.GradientAscent(
+        0.3, False
+    )
+    assert dual_optimizer(r.override(dual="extrapolation", dual_lr=0.3), 10) == l0.duals.ExtrapolationFromPast(0.3)
     nupi = r.override(dual="nupi", dual_lr=0.3, kp=2.0, nu=0.5)
-    assert dual_optimizer(nupi, 10) == l0.NuPI(kp=2.0, ki=0.3, nu=0.5)
+    assert dual_optimizer(nupi, 10) == l0.duals.NuPI(kp=2.0, ki=0.3, nu=0.5)
 
 
 def test_the_automatic_controller_fits_the_length_of_the_run() -> None:
@@ -137,7 +139,7 @@ def test_the_automatic_controller_fits_the_length_of_the_run() -> None:
     ends = []
     for steps in (10, 1000):
         l = lagrangian(recipe(at_most=0.2, gate_lr=1000.0), steps=steps)  # noqa: E741
-        assert l.dual == l0.ExponentiatedAscent(AUTO_FOLDS / steps)
+        assert l.dual == l0.duals.ExponentiatedAscent(AUTO_FOLDS / steps)
         for step in range(steps):
             l.ascend(torch.tensor([[0.05 * 0.2]]), BEGIN, first=step == 0)
         ends.append(l.multiplier.item())
@@ -146,9 +148,9 @@ def test_the_automatic_controller_fits_the_length_of_the_run() -> None:
 
 def test_the_automatic_controller_waits_for_slow_gates() -> None:
     r = recipe(at_most=0.2, lr=2e-3, gate_lr=1e-2)
-    assert dual_optimizer(r, 1000) == l0.ExponentiatedAscent(AUTO_SPEED * 1e-2)
-    assert dual_optimizer(r.override(gate_lr=None), 1000) == l0.ExponentiatedAscent(AUTO_SPEED * 2e-3)
-    assert dual_optimizer(r, 10**6) == l0.ExponentiatedAscent(AUTO_FOLDS / 10**6)
+    assert dual_optimizer(r, 1000) == l0.duals.ExponentiatedAscent(AUTO_SPEED * 1e-2)
+    assert dual_optimizer(r.override(gate_lr=None), 1000) == l0.duals.ExponentiatedAscent(AUTO_SPEED * 2e-3)
+    assert dual_optimizer(r, 10**6) == l0.duals.ExponentiatedAscent(AUTO_FOLDS / 10**6)
 
 
 def test_the_automatic_controller_goes_by_the_target_of_the_moment() -> None:

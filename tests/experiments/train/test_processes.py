@@ -105,7 +105,7 @@ def order_and_noise(recipe: Recipe, epoch: int, gates: int, data: Dataset) -> tu
     return order, [torch.rand(steps, recipe.samples, gates, generator=g) for g in (generator, other)]
 
 
-def by_hand(recipe: Recipe, dual: l0.NuPI) -> tuple[dict[str, Tensor], Tensor, list[float]]:
+def by_hand(recipe: Recipe, dual: l0.duals.NuPI) -> tuple[dict[str, Tensor], Tensor, list[float]]:
     """The run as one would write it, the gates drawn anew for each half of a batch; parameters, multiplier, losses."""
     data = processes.dataset("mnist5k")
     gated, _ = building.build(recipe, data, CPU)
@@ -147,7 +147,7 @@ def test_each_process_draws_gates_of_its_own_and_the_step_is_the_mean(
         finetune_epochs=0, target_warmup=0.0, samples=samples,
     )  # fmt: skip
     both = run(server, Folder.create(tmp_path / "run", [recipe]), save_seconds=1000.0)
-    expected, multiplier, losses = by_hand(recipe, l0.NuPI(kp=2.0, ki=0.1, nu=0.5))
+    expected, multiplier, losses = by_hand(recipe, l0.duals.NuPI(kp=2.0, ki=0.1, nu=0.5))
     for state in both:
         for name, value in values(state).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=2e-5, msg=name)

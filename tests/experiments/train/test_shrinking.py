@@ -235,7 +235,7 @@ def test_plans_one_after_the_other_are_the_last_at_once(net: Drawn, seed: int) -
     channels, size = net.shapes[0]
     x = torch.randn(2, channels, *([size, size] if size else []), dtype=torch.float64)
     try:
-        gated = l0.attach(copy.deepcopy(model), x, streams=True)
+        gated = l0.attach(copy.deepcopy(model), x, where=l0.shrinkable(streams=True))
     except ValueError:  # nothing to gate
         assume(False)
     assume(not any(getattr(layer, "groups", 1) > 1 for layer in model.modules()))

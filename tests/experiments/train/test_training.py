@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
+from ellzero.objectives import duals
 from ellzero.experiments.data import Dataset, load, scaled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.building import architecture, build
@@ -135,26 +136,26 @@ def test_a_penalty_is_that_of_the_plain_loop(penalty: Any, weight: Any) -> None:
 CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[], l0.Constraint]]] = {
     "ascent": (
         {"placement": "per_layer", "at_most": 0.3, "dual": "ascent", "dual_lr": 0.5},
-        lambda: l0.Constraint(l0.l0_norm, 0.3, dual=l0.GradientAscent(0.5)),
+        lambda: l0.Constraint(l0.l0_norm, 0.3, dual=l0.duals.GradientAscent(0.5)),
     ),
     "by layer, no restarts": (
         {"placement": "per_layer", "at_most": {"fc1": 0.2, "fc[23]": 0.9}, "dual": "ascent", "dual_lr": 0.5,
          "restarts": False},
-        lambda: l0.Constraint(l0.l0_norm, {"fc1": 0.2, "fc[23]": 0.9}, dual=l0.GradientAscent(0.5, restarts=False)),
+        lambda: l0.Constraint(l0.l0_norm, {"fc1": 0.2, "fc[23]": 0.9}, dual=duals.GradientAscent(0.5, restarts=False)),
     ),
     "kept macs by a controller": (
         {"cost": "macs", "at_most": 0.2, "on": "kept", "dual": "nupi", "dual_lr": 0.1, "kp": 2.0, "nu": 0.5},
-        lambda: l0.Constraint(l0.macs, 0.2, on="kept", dual=l0.NuPI(kp=2.0, ki=0.1, nu=0.5)),
+        lambda: l0.Constraint(l0.macs, 0.2, on="kept", dual=l0.duals.NuPI(kp=2.0, ki=0.1, nu=0.5)),
     ),
     "kept params, automatic": (
         {"cost": "params", "at_most": 0.2, "on": "kept", "dual": "auto"},
-        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=l0.ExponentiatedAscent(rate=0.5 * 0.1)),
+        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=l0.duals.ExponentiatedAscent(rate=0.5 * 0.1)),
     ),
     "params by module, extrapolated, warmed up": (
         {"cost": "params", "at_most": {"fc1": 0.3, "fc2": 0.1}, "dual": "extrapolation", "dual_lr": 0.5,
          "target_warmup": 0.8},
         lambda: l0.Constraint(
-            l0.params, {"fc1": 0.3, "fc2": 0.1}, dual=l0.ExtrapolationFromPast(0.5), warmup=l0.LinearWarmup(steps=4)
+            l0.params, {"fc1": 0.3, "fc2": 0.1}, dual=duals.ExtrapolationFromPast(0.5), warmup=duals.LinearWarmup(steps=4)
         ),
     ),
 }  # fmt: skip

@@ -445,7 +445,7 @@ def test_extra_gradient_is_that_of_the_library(optimizer: str, samples: int) -> 
     gated, _ = build(r, data(), CPU)
     assert gated is not None
     hand = optimizer_of(r, gated)
-    constraint = l0.Constraint(l0.l0_norm, {"fc1": 0.2, "fc[23]": 0.9}, dual=l0.NuPI(kp=1.0, ki=0.5))
+    constraint = l0.Constraint(l0.l0_norm, {"fc1": 0.2, "fc[23]": 0.9}, dual=l0.duals.NuPI(kp=1.0, ki=0.5))
     trainer = Trainer([r], data())
     coming, steps = epoch_of(trainer), trainer.train_epoch()
     for x, y, draws in coming:
@@ -458,7 +458,7 @@ def test_extra_gradient_is_that_of_the_library(optimizer: str, samples: int) -> 
             return total
 
         next(steps)
-        l0.extra_gradient_step(constraint, hand, lagrangian)
+        l0.objectives.extra_gradient_step(constraint, hand, lagrangian)
         assert not list(left)
         torch.testing.assert_close(
             trainer.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5

@@ -20,9 +20,9 @@ from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated
 
 WHERE: dict[str, placements.Where] = {
-    "shrinkable": placements.shrinkable,
-    "per_layer": placements.per_layer,
-    "blocks": partial(placements.per_layer, only="blocks.*.conv1"),
+    "shrinkable": placements.shrinkable(),
+    "per_layer": placements.per_layer(),
+    "blocks": placements.per_layer(only="blocks.*.conv1"),
 }
 
 
