@@ -39,7 +39,7 @@ MODULES = {
     "liveness": "gated.alive",
     "parallel": "experiments.train",
     "placements": "gated.placements",
-    "recipes": "experiments.recipes",
+    "recipes": "experiments.recipe",
     "removal": "graph.plan",
     "report": "out.reporting",
     "reproduce": "experiments.reproduce",
@@ -48,7 +48,6 @@ MODULES = {
     "shrinking": "out.shrinking",
     "supply": "experiments.train",
     "sweep": "experiments.sweep",
-    "trace": "graph.tracing",
     "trainer": "experiments.train.trainer",
     "training": "experiments.train.loop",
     "trial": "graph.rehearsal",
@@ -56,11 +55,12 @@ MODULES = {
     "zoo": "experiments.networks",
 }
 NAMES = {name: f"{room}.{name}" for room, names in _ROOMS.items() for name in names.split()}
+NEW = NAMES | MODULES
 
 
 def attribute(name: str) -> NoReturn:
     """What `ellzero.name` raises where there is no such name any more: `__getattr__` of the package."""
-    new = NAMES.get(name) or MODULES.get(name)
+    new = NEW.get(name)
     known = f"`ellzero.{name}` is now `ellzero.{new}`" if new else f"module 'ellzero' has no attribute {name!r}"
     raise AttributeError(known, name=name)
 
@@ -70,7 +70,7 @@ class _Finder(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         package, _, name = fullname.partition(".")
-        new = (MODULES.get(name) or NAMES.get(name)) if package == __package__ else None
+        new = NEW.get(name) if package == __package__ else None
         if new:
             # Not `ModuleNotFoundError`: `from ellzero import …` would swallow it, and the new name with it.
             raise ImportError(f"`{fullname}` is now `ellzero.{new}`", name=fullname)

@@ -889,7 +889,7 @@ def test_only_a_stream_to_gate_says_how() -> None:
             x = self.stem(x)
             return self.head(x + self.block(x))
 
-    with pytest.raises(ValueError, match=r"`stem`: a residual stream \(`where=l0.shrinkable\(streams=True\)` gates it\)"):
+    with pytest.raises(ValueError, match=r"`stem`: a residual stream \(`where=l0.shrinkable\(streams=True\)`"):
         l0.attach(Stream(), torch.zeros(2, 3))
 
 

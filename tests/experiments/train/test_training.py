@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.objectives import duals
 from ellzero.experiments.data import Dataset, load, scaled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.building import architecture, build
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer
+from ellzero.objectives import duals
 
 CPU = torch.device("cpu")
 TRAIN, BATCH = 250, 50
@@ -155,7 +155,7 @@ CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[], l0.Constraint]]] = {
         {"cost": "params", "at_most": {"fc1": 0.3, "fc2": 0.1}, "dual": "extrapolation", "dual_lr": 0.5,
          "target_warmup": 0.8},
         lambda: l0.Constraint(
-            l0.params, {"fc1": 0.3, "fc2": 0.1}, dual=duals.ExtrapolationFromPast(0.5), warmup=duals.LinearWarmup(steps=4)
+            l0.params, {"fc1": 0.3, "fc2": 0.1}, dual=duals.ExtrapolationFromPast(0.5), warmup=duals.LinearWarmup(4)
         ),
     ),
 }  # fmt: skip
