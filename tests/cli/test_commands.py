@@ -546,7 +546,7 @@ def test_compact_writes_the_network_that_training_wrote(run: Run, home: Path, tm
     assert (code, err) == (0, "")
     assert stored(Path("small.safetensors")) == stored(home / "compact.safetensors")
     assert "small.safetensors (0." in out
-    assert 'ellzero.load(ellzero.experiments.networks.LeNet300(10), "small.safetensors")' in out
+    assert 'ellzero.load(networks.find("lenet300").make(10), "small.safetensors")' in out
     tensors = load_file("small.safetensors")
     count = sum(t.numel() for name, t in tensors.items() if "select" not in name)
     assert f"small, seed 0: {count:,} of 266,610 parameters ({count / 266_610:.2%})." in out

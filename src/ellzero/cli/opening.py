@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, make_dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ from tyro.conf import arg
 from ellzero.cli.app import FAILED, CommandError, foreseen
 from ellzero.experiments import data, papers
 from ellzero.experiments.data import Dataset, scaled
-from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
+from ellzero.experiments.recipe import FIELDS, Recipe, from_strings, refuse_idle
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import processes as parallel
@@ -51,27 +51,12 @@ def find_recipe(text: str) -> Recipe:
         return papers.get(text)
 
 
-def _field_help() -> dict[str, str]:
-    """What the documentation of `Recipe` says of each field."""
-    lines = (Recipe.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0].splitlines()
-    helps: dict[str, str] = {}
-    for line in lines:
-        name, colon, text = line.strip().partition(": ")
-        if colon and not line.startswith(" " * 12):
-            helps[name] = text
-            last = name
-        else:
-            helps[last] += " " + line.strip()
-    return helps
-
-
 # One option for each field of a recipe, as text: tyro makes them from this class.
-_HELP = _field_help()
 Fields: Any = make_dataclass(
     "Fields",
     [
-        (f.name, Annotated[str | None, arg(metavar="VALUE", help=_HELP[f.name], help_behavior_hint="")], None)
-        for f in fields(Recipe)
+        (name, Annotated[str | None, arg(metavar="VALUE", help=known.sentence, help_behavior_hint="")], None)
+        for name, known in FIELDS.items()
     ],
 )
 Fields.__doc__ = (
@@ -231,16 +216,13 @@ def error_of(network: nn.Module, recipe: Recipe, dataset: Dataset, chunk: int = 
 
 def loading(recipe: Recipe, file: Path) -> list[str]:
     """Python that loads the compact network, and how it wants its images."""
-    classes = len(data.KNOWN[recipe.data].classes)
-    if recipe.network.startswith("lenet"):
-        made = f"{'LeNet300' if recipe.network == 'lenet300' else 'LeNet5'}({classes})"
-    else:
-        _, depth, width = recipe.network.split("-")
-        made = f"WideResNet({depth}, {width}, {classes}, dropout={recipe.dropout})"
     facts = data.KNOWN[recipe.data]
+    dropout = f", dropout={recipe.dropout}" if recipe.dropout else ""
+    made = f"networks.find({json.dumps(recipe.network)}).make({len(facts.classes)}{dropout})"
     scale = "" if recipe.scaling == "unit" else f", {facts.mean}, {facts.std}"
     return [
-        "import ellzero, ellzero.experiments.data, ellzero.experiments.networks",
-        f"net = ellzero.load(ellzero.experiments.networks.{made}, {json.dumps(file.as_posix())}).eval()",
-        f"logits = net(ellzero.experiments.data.scaled(images{scale}))  # of bytes, (N, C, H, W)",
+        "import ellzero",
+        "from ellzero.experiments import data, networks",
+        f"net = ellzero.load({made}, {json.dumps(file.as_posix())}).eval()",
+        f"logits = net(data.scaled(images{scale}))  # of bytes, (N, C, H, W)",
     ]

@@ -6,7 +6,7 @@ There is no gate in sight: gates come from outside, by `attach`. A new network i
 import importlib
 import pkgutil
 
-from ellzero.experiments.networks.facts import Network, find, names
+from ellzero.experiments.networks.facts import Network, find, lookup, names
 from ellzero.experiments.networks.initialization import initialize_2018, initialize_2021
 from ellzero.experiments.networks.lenet import LeNet5, LeNet300
 from ellzero.experiments.networks.wide_resnet import WideResNet
@@ -22,5 +22,6 @@ __all__ = [
     "find",
     "initialize_2018",
     "initialize_2021",
+    "lookup",
     "names",
 ]

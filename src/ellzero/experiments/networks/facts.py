@@ -69,6 +69,15 @@ def names() -> str:
     return f"{', '.join(others)} or {last}"
 
 
+def lookup(name: str) -> Network | None:
+    """The network of this name, if there is one."""
+    for pattern, _, describe in _KNOWN:
+        match = re.fullmatch(pattern, name)
+        if match and (network := describe(match)) is not None:
+            return network
+    return None
+
+
 def find(name: str) -> Network:
     """The network of this name.
 
@@ -79,8 +88,7 @@ def find(name: str) -> Network:
         >>> find("wrn-16-4").images
         (3, 32, 32)
     """
-    for pattern, _, describe in _KNOWN:
-        match = re.fullmatch(pattern, name) if isinstance(name, str) else None
-        if match and (network := describe(match)) is not None:
-            return network
-    raise ValueError(f"`network` must be {names()}, got {name!r}")
+    network = lookup(name)
+    if network is None:
+        raise ValueError(f"`network` must be {names()}, got {name!r}")
+    return network

@@ -1,0 +1,256 @@
+"""What a recipe is and says, and how it is read from text and written to it.
+
+A `Recipe` is plain data (strings, numbers, dictionaries of numbers): it can be read from a TOML file, overridden field
+by field, stored beside a result and compared. This file knows of no field by itself but of those that it speaks of.
+"""
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, Self, final
+
+from ellzero.experiments import networks
+from ellzero.experiments.data import KNOWN
+from ellzero.experiments.recipe.kinds import Described, checked
+from ellzero.experiments.recipe.table import Fields
+
+FIELDS = {f.name: Described(f) for f in fields(Fields)}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Fields):
+    """A run: network, data, objective, optimizer, end. Seeds to repeat it with, device and paths are not part of it.
+
+    The loss is CE + λ·l0_norm with λ = c/N (Louizos et al., eq. 9), or CE + Σ_g λ_g·(cost_g/dense_g − ε_g) with
+    multipliers that rise while the constraint is violated (Gallego-Posada et al., eqs. 5–7), or CE alone without gates.
+
+    Raises:
+        ValueError: a value is not what it must be, or two do not go together.
+
+    Example:
+        >>> from ellzero.experiments.papers import get
+        >>> recipe = get("gallego-mlp").override(at_most=0.2, epochs=100)
+        >>> recipe.at_most, recipe.lr, recipe.drop_rate("fc1")
+        (0.2, 0.0007, 0.2)
+        >>> recipe.override(epoch=100)
+        Traceback (most recent call last):
+        ...
+        ValueError: `epoch` is not a field of a recipe; did you mean `epochs`?
+    """
+
+    def __post_init__(self) -> None:
+        for name, known in FIELDS.items():
+            object.__setattr__(self, name, checked(known.hint, name, getattr(self, name)))
+        for name, known in FIELDS.items():
+            for rule in known.rules:
+                if not rule.holds(self):
+                    raise ValueError(f"`{name}` {self._said(rule.words)}")
+        for name in FIELDS:
+            for words in _idle(self, name, strict=True):
+                default = "absent" if FIELDS[name].nullable else _shown(FIELDS[name].default)
+                raise ValueError(f"`{name}` must be {default} {words}, got {_shown(getattr(self, name))}")
+
+    def override(self, **changes: Any) -> Self:
+        """The recipe with some fields changed.
+
+        Raises:
+            ValueError: there is no such field, or the result is no recipe.
+        """
+        refuse_unknown(changes)
+        return replace(self, **changes)
+
+    # ---- what it says -----------------------------------------------------------------------------------------------
+
+    @property
+    def facts(self) -> networks.Network:
+        """What is known of its network."""
+        return networks.find(self.network)
+
+    def drop_rate(self, gate: str) -> float:
+        """p of the gates with this name.
+
+        Raises:
+            ValueError: no pattern matches.
+        """
+        for pattern, p in self.drop_rates.items():
+            if fnmatchcase(gate, pattern):
+                return p
+        raise ValueError(f"`drop_rates` must have a pattern for `{gate}`, got {', '.join(map(repr, self.drop_rates))}")
+
+    @property
+    def projects(self) -> bool:
+        """Whether units are closed, at the end or on the way, until the kept cost is within its target."""
+        return self.finalize or self.settles
+
+    @property
+    def settles(self) -> bool:
+        """Whether the gates settle on the way."""
+        return self.settle_at is not None and self.settle_at <= self.epochs
+
+    @property
+    def gate_epochs(self) -> int:
+        """Epochs with gates that learn: all, or those until they settle."""
+        return self.epochs if self.settle_at is None else min(self.settle_at, self.epochs)
+
+    def _said(self, words: str) -> str:
+        fitting = [f'"{name}"' for name, known in KNOWN.items() if len(known.mean) == self.facts.images[0]]
+        return words.format(**self.to_dict(), fitting=" or ".join(fitting))
+
+    # ---- as plain data ----------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as what JSON knows; the dictionary is a copy."""
+        return {name: _plain(getattr(self, name)) for name in FIELDS}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The recipe that `to_dict` made this of. Fields that are missing have their defaults.
+
+        Raises:
+            ValueError: there is no such field, one without a default is missing, or the values are no recipe.
+
+        Example:
+            >>> from ellzero.experiments.papers import get
+            >>> demo = get("demo")
+            >>> Recipe.from_dict(json.loads(json.dumps(demo.to_dict()))) == demo
+            True
+        """
+        refuse_unknown(values)
+        missing = [f"`{name}`" for name, known in FIELDS.items() if known.required and name not in values]
+        if missing:
+            raise ValueError(f"a recipe must have {', '.join(missing)}, got {', '.join(values) or 'nothing'}")
+        return cls(**values)
+
+    def to_toml(self) -> str:
+        """All fields as a TOML file, which `load_toml` reads; TOML knows no null, so an absent value is "none".
+
+        Example:
+            >>> from ellzero.experiments.papers import get
+            >>> print(get("gallego-mlp").to_toml().splitlines()[6])
+            drop_rates = {"fc1" = 0.2, "fc2" = 0.5, "fc3" = 0.5}
+        """
+        # JSON is TOML, but for the sign between a key and its value.
+        lines = (
+            f"{name} = {json.dumps('none' if value is None else value, ensure_ascii=False, separators=(', ', ' = '))}\n"
+            for name, value in self.to_dict().items()
+        )
+        return "".join(lines)
+
+    def digest(self) -> str:
+        """A hash of all that changes the result: every field but the name. The order of patterns counts.
+
+        Example:
+            >>> from ellzero.experiments.papers import get
+            >>> demo = get("demo")
+            >>> demo.digest() == demo.override(name="mine").digest() != demo.override(seed=1).digest()
+            True
+        """
+        values = [
+            (name, list(value.items()) if isinstance(value, dict) else value)
+            for name, value in sorted(self.to_dict().items())
+            if name != "name"
+        ]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, tuple) else value
+
+
+def _shown(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(_plain(value))
+
+
+# ---------------------------------------------------------------- fields that do nothing
+
+
+def _idle(recipe: Recipe, name: str, strict: bool) -> Iterable[str]:
+    """Why a field that differs from its default does nothing."""
+    if getattr(recipe, name) != FIELDS[name].default:
+        for needs in FIELDS[name].needs:
+            if needs.strict == strict and not needs.acts(recipe):
+                yield recipe._said(needs.words)
+
+
+def refuse_idle(recipe: Recipe, names: Iterable[str]) -> None:
+    """Refuses fields that somebody has set on purpose, and that change nothing in this recipe.
+
+    Raises:
+        ValueError: there is one that differs from its default; the message says what it waits for.
+
+    Example:
+        >>> from ellzero.experiments.papers import get
+        >>> refuse_idle(get("louizos-mlp").override(on="kept"), ["on"])
+        Traceback (most recent call last):
+        ...
+        ValueError: `on` changes nothing without `at_most`
+    """
+    for name in names:
+        for words in _idle(recipe, name, strict=False):
+            raise ValueError(f"`{name}` changes nothing {words}")
+
+
+# ---------------------------------------------------------------- from text
+
+
+def from_strings(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Values for `Recipe.override` from what was typed: TOML, where quotes around a word may be left out.
+
+    Args:
+        texts: text by the name of the field; "-" may stand for "_".
+
+    Returns:
+        Values by the name of the field. What is no TOML is left as it is, for the recipe to accept or refuse.
+
+    Raises:
+        ValueError: there is no such field.
+
+    Example:
+        >>> from_strings({"gate-lr": "3e-4", "dual": "nupi", "penalty": "none", "at_most": '{"fc1" = 0.2}'})
+        {'gate_lr': 0.0003, 'dual': 'nupi', 'penalty': None, 'at_most': {'fc1': 0.2}}
+    """
+    named = {name.replace("-", "_"): text for name, text in texts.items()}
+    refuse_unknown(named)
+    return {name: absent(name, _parsed(name, text.strip())) for name, text in named.items()}
+
+
+def _parsed(name: str, text: str) -> Any:
+    if FIELDS[name].is_word and not text.startswith(("'", '"')):
+        return text  # "2018" is a word there
+    if text.lower() in ("true", "false"):
+        text = text.lower()
+    try:
+        values = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        try:
+            return float(text)  # ".5" and "1." are no TOML
+        except ValueError:
+            return text
+    return values["value"] if values.keys() == {"value"} else text  # more keys: a line break was in it
+
+
+def absent(name: str, value: Any) -> Any:
+    """None for the word "none" in a field that may be absent, the value as it is otherwise."""
+    return None if FIELDS[name].nullable and isinstance(value, str) and value.lower() == "none" else value
+
+
+def refuse_unknown(names: Iterable[str], also: tuple[str, ...] = ()) -> None:
+    """Refuses names that are no field.
+
+    Raises:
+        ValueError: there is one; the message says which is near.
+    """
+    for name in names:
+        if name not in FIELDS:
+            raise ValueError(f"`{name}` is not a field of a recipe; {nearest(name, (*FIELDS, *also))}")
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """What may have been meant: the end of a message about a name that is not there."""
+    found = difflib.get_close_matches(name.lower(), valid, n=1)
+    return f"did you mean `{found[0]}`?" if found else f"there are {', '.join(valid)}"

@@ -1,0 +1,254 @@
+"""The fields of a recipe, each written once: type, range, default, sentence, and what it has to do with others.
+
+Checks, refusals, the help of the command line and TOML follow from here. This file is a table; what can be done with a
+recipe is in `definition`.
+"""
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+from ellzero.experiments import networks
+from ellzero.experiments.data import KNOWN
+from ellzero.experiments.recipe.kinds import (
+    Count,
+    CountOrZero,
+    Epochs,
+    Inside,
+    Needs,
+    NotNegative,
+    Positive,
+    Range,
+    Rate,
+    Rule,
+    Share,
+)
+
+_NAME = Range(
+    'letters, digits, ".", "_" and "-", and begin with one of the first two',
+    lambda word: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", word) is not None,
+)
+_NETWORK = Range(networks.names(), lambda word: networks.lookup(word) is not None)
+_DATA = Range(" or ".join(f'"{name}"' for name in KNOWN), KNOWN.__contains__)
+
+_LOOSE = Needs(lambda r: r.placement is not None, "without gates (`placement`)")
+_GATES = replace(_LOOSE, strict=True)
+_TARGET = Needs(lambda r: r.at_most is not None, "without `at_most`")
+_GATED_L2 = Needs(lambda r: r.placement is not None and r.l2 > 0, "without gates and `l2`")
+_EVENTS = Needs(lambda r: bool(r.shrink_at), "without `shrink_at`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """What a `Recipe` has. In a rule, `r` is the recipe."""
+
+    name: Annotated[str, _NAME, 'what the run is called; letters, digits, ".", "_" and "-".']
+    # what is trained
+    network: Annotated[str, _NETWORK, f"{networks.names()}."]
+    data: Annotated[
+        str,
+        _DATA,
+        f"{_DATA.words}.",
+        Rule(lambda r: len(KNOWN[r.data].mean) == r.facts.images[0], "must be {fitting} for {network!r}, got {data!r}"),
+    ]
+    init: Annotated[Literal["2018", "2021"], "how weights are drawn: as the paper of that year does."] = "2018"
+    dropout: Annotated[
+        Rate,
+        "rate on the hidden layer of every block of a WRN.",
+        Needs(lambda r: r.facts.has_dropout, "for {network!r}, which has none", strict=True),
+    ] = 0.0
+    # gates
+    placement: Annotated[
+        Literal["shrinkable", "per_layer", "blocks"] | None,
+        'where gates go: "shrinkable", "per_layer", or "blocks" for the hidden layer of every block of a WRN, each '
+        "gate counting what makes its map; none for the dense network, trained by the same loop.",
+        Rule(
+            lambda r: r.placement != "blocks" or r.facts.blocks is not None,
+            'must be "shrinkable" or "per_layer" for {network!r}, which has no blocks, got "blocks"',
+        ),
+    ] = "shrinkable"
+    drop_rates: Annotated[
+        dict[str, Inside],
+        "p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).",
+        _LOOSE,
+    ] = field(default_factory=lambda: {"*": 0.5})
+    rule: Annotated[
+        Literal["noiseless", "median"],
+        'the gate at test time: "noiseless" (Louizos et al., eq. 13) or "median".',
+        _LOOSE,
+    ] = "noiseless"
+    # objective
+    penalty: Annotated[
+        NotNegative | dict[str, NotNegative] | None,
+        'c of λ = c/N on "l0_norm", where N is the number of training images; or {pattern = c}. None without one.',
+        _GATES,
+    ] = None
+    cost: Annotated[
+        Literal["l0_norm", "params", "macs"],
+        'what the constraint bounds: "l0_norm", "params" or "macs".',
+        Needs(lambda r: r.penalty is None, "with `penalty`, which weighs no other", strict=True),
+        _TARGET,
+    ] = "l0_norm"
+    at_most: Annotated[
+        Share | dict[str, Share] | None,
+        "ε, a fraction of the dense cost; or {pattern = ε}, a constraint each. None without one.",
+        _GATES,
+        Rule(
+            lambda r: r.at_most is None or r.penalty is None,
+            'and `penalty` exclude each other, got {at_most} and {penalty}; set one to "none"',
+        ),
+        Rule(
+            lambda r: r.placement is None or r.at_most is not None or r.penalty is not None,
+            'or `penalty` must be given, got neither; `placement = "none"` trains the dense network',
+        ),
+    ] = None
+    on: Annotated[
+        Literal["expected", "kept"], 'whether the multipliers follow the "expected" or the "kept" cost.', _TARGET
+    ] = "expected"
+    dual: Annotated[
+        Literal["auto", "ascent", "nupi", "extrapolation"],
+        'how they do: "auto" (`objectives.ExponentiatedAscent`, as fast as run and gates allow), "ascent", "nupi" or '
+        '"extrapolation".',
+        _TARGET,
+    ] = "auto"
+    dual_lr: Annotated[
+        Positive | None,
+        'their step, the integral gain of "nupi"; 1e-4 if absent. Must be absent with "auto".',
+        Needs(lambda r: r.dual != "auto", "with `dual` 'auto', which finds its own", strict=True),
+        _TARGET,
+    ] = None
+    restarts: Annotated[
+        bool,
+        'with "ascent", whether a multiplier is set to zero where its constraint holds.',
+        Needs(lambda r: r.at_most is not None and r.dual == "ascent", 'but with `dual` "ascent"'),
+    ] = True
+    kp: Annotated[
+        NotNegative,
+        'the proportional gain of "nupi".',
+        Needs(lambda r: r.dual == "nupi", "with `dual` {dual!r}: it is a gain of 'nupi'", strict=True),
+    ] = 0.0
+    nu: Annotated[
+        float,
+        Range("a number in (-1, 1)", lambda x: -1 < x < 1),
+        'the smoothing of "nupi".',
+        Needs(lambda r: r.dual == "nupi", "with `dual` {dual!r}: it belongs to 'nupi'", strict=True),
+    ] = 0.0
+    target_warmup: Annotated[
+        float,
+        Range("a fraction of the epochs in [0, 1]", lambda x: 0 <= x <= 1),
+        "over which fraction of the epochs with gates that learn the target comes down from 1; 0 for at once.",
+        Needs(_TARGET.acts, "without `at_most`, the target that would come down", strict=True),
+    ] = 0.0
+    # optimization
+    optimizer: Annotated[Literal["adam", "sgd"], '"adam" or "sgd", for weights and gates.'] = "adam"
+    lr: Annotated[Positive, "learning rate of the weights."] = 1e-3
+    gate_lr: Annotated[Positive | None, "learning rate of the gates; none for that of the weights.", _LOOSE] = None
+    momentum: Annotated[Rate, 'of "sgd".', Needs(lambda r: r.optimizer == "sgd", 'but with `optimizer` "sgd"')] = 0.9
+    nesterov: Annotated[
+        bool,
+        "whether it is Nesterov's.",
+        Needs(lambda r: r.optimizer == "sgd" and r.momentum > 0, "without SGD and its `momentum`", strict=True),
+    ] = False
+    milestones: Annotated[
+        Epochs, "epochs after which learning rates are multiplied by `decay`; those beyond the last never come."
+    ] = ()
+    decay: Annotated[
+        float,
+        Range("a factor in (0, 1]", lambda x: 0 < x <= 1),
+        "the factor.",
+        Needs(lambda r: bool(r.milestones), "without `milestones`"),
+        Rule(
+            lambda r: r.decay < 1 or not r.milestones,
+            "must be less than 1 with `milestones`, after which it acts, got {decay}",
+        ),
+    ] = 1.0
+    decay_gates: Annotated[
+        bool,
+        "whether the gates' learning rate decays too.",
+        Needs(lambda r: r.placement is not None and bool(r.milestones), "without gates and `milestones`"),
+    ] = True
+    l2: Annotated[
+        NotNegative, 'of ½·l2·‖w‖², which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.'
+    ] = 0.0
+    l2_gated_factor: Annotated[NotNegative, "`l2` is multiplied by it for gated weights.", _GATED_L2] = 1.0
+    detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _GATED_L2] = False
+    batch: Annotated[Count, "images in a batch."] = 100
+    epochs: Annotated[Count, "with gates that learn."] = 200
+    ema: Annotated[
+        Inside | None,
+        "decay of the averaged parameters (bias-corrected), which evaluation uses then; none without averaging. Where "
+        "gates settle, what comes after that is averaged.",
+    ] = None
+    scaling: Annotated[
+        Literal["unit", "standard"], '"unit" for pixels in [0, 1], "standard" for mean 0 and deviation 1.'
+    ] = "standard"
+    augment: Annotated[bool, "whether images are padded by 4, cropped at random and mirrored."] = False
+    samples: Annotated[Count, "L of eq. 9, draws of the gates for each batch.", _LOOSE] = 1
+    extra_gradient: Annotated[
+        bool,
+        "whether every step is taken with the gradient at a look-ahead (Korpelevich, 1976), of weights, gates and "
+        "multipliers; at two gradients a step.",
+    ] = False
+    # smaller on the way
+    shrink_at: Annotated[
+        Epochs,
+        "epochs after which units that have been closed for long are taken out for good; those after `epochs` never "
+        "come.",
+        Needs(_GATES.acts, "without gates (`placement`), which say what can be taken out", strict=True),
+        Needs(lambda r: max(r.shrink_at, default=0) <= r.epochs, "after the last of {epochs} epochs"),
+        Rule(
+            lambda r: min(r.shrink_at, default=r.shrink_checks) >= r.shrink_checks,
+            "must begin at epoch {shrink_checks} or later, after `shrink_checks` checks, got {shrink_at}",
+        ),
+    ] = ()
+    shrink_checks: Annotated[
+        Count, "at how many ends of an epoch in a row the test-time gate must have been zero for that.", _EVENTS
+    ] = 3
+    shrink_multiple: Annotated[
+        Count | None,
+        "widths are rounded up to a multiple of it, the most probable of these units staying; none for 32 on a GPU, "
+        "where other widths are slower, and 1 elsewhere.",
+        Needs(lambda r: bool(r.shrink_at) or r.settles, "without `shrink_at` or `settle_at`"),
+    ] = None
+    shrink_gain: Annotated[
+        Rate,
+        "an event that takes out a smaller share of the present MACs is skipped; so is one after which too few steps "
+        "come to save what compiling takes.",
+        _EVENTS,
+    ] = 0.1
+    settle_at: Annotated[
+        Count | None,
+        "epoch after which the gates settle: units are closed, or opened, until the kept cost is just within "
+        "`at_most`; what is closed is taken out for good, the other gates are folded into the weights, which train on "
+        "alone. None, or an epoch after `epochs`, for gates that learn to the end.",
+        Needs(_GATES.acts, "without gates (`placement`), which could settle", strict=True),
+        Needs(lambda r: r.settles, "after the last of {epochs} epochs"),
+        Rule(
+            lambda r: r.settle_at is None or r.settle_at > max(r.shrink_at, default=0),
+            "must come after `shrink_at`, got {settle_at} and {shrink_at}",
+        ),
+    ] = None
+    # the end
+    finalize: Annotated[
+        bool,
+        "whether units are closed at the end until the kept cost is within `at_most`.",
+        Needs(_TARGET.acts, "without `at_most`, its target", strict=True),
+    ] = False
+    finetune_epochs: Annotated[
+        CountOrZero,
+        "further epochs after `epochs`, and after `finalize`, with fixed gates and learning rates that fall to zero on "
+        "a line.",
+        Needs(_GATES.acts, "without gates (`placement`): they are epochs with fixed gates", strict=True),
+        Needs(lambda r: r.settle_at is None, "with `settle_at`, after which the weights train alone", strict=True),
+    ] = 0
+    recalibrate: Annotated[
+        bool,
+        "whether batch-norm statistics are gathered anew for evaluation, with the parameters that it uses and the "
+        "gates as they are at test time.",
+        Needs(lambda r: r.facts.has_batch_norm, "for {network!r}, which has no batch norm"),
+    ] = False
+    # how it is run
+    precision: Annotated[Literal["float32", "bfloat16"], '"float32", or "bfloat16" for autocast.'] = "float32"
+    compile: Annotated[bool | None, "whether `torch.compile` is used; none where it pays."] = None
+    channels_last: Annotated[bool, "whether images and convolutions have their channels last in memory."] = False
+    seed: Annotated[CountOrZero, "of everything random."] = 0

@@ -1,0 +1,30 @@
+"""What commands say about networks and recipes, run as it is printed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ellzero as l0
+from ellzero.cli.opening import loading
+from ellzero.experiments import data, networks
+from ellzero.experiments.papers import get
+
+
+@pytest.mark.parametrize(
+    ("name", "network"), [("louizos-mlp", "lenet300"), ("demo", "lenet5"), ("wrn-dropout-cifar100", "wrn-10-1")]
+)
+def test_the_printed_python_loads_the_compact_network(name: str, network: str, tmp_path: Path) -> None:
+    recipe = get(name).override(network=network)
+    dataset = data.stand_in(recipe.data, images=4)
+    scale = () if recipe.scaling == "unit" else (dataset.mean, dataset.std)
+    x = data.scaled(dataset.test_x, *scale)
+    gated = l0.attach(networks.find(network).make(len(dataset.classes), recipe.dropout), (x,))
+    gate = next(gate for _, gate in gated.named_gates())
+    with torch.no_grad():
+        gate.log_alpha[1:4] = -9.0
+    small = l0.compact(gated).eval()
+    l0.save(small, tmp_path / "small.safetensors")
+    known = {"images": dataset.test_x}
+    exec("\n".join(loading(recipe, tmp_path / "small.safetensors")), known)
+    torch.testing.assert_close(known["logits"], small(x), rtol=0, atol=0)
