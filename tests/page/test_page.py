@@ -28,6 +28,7 @@ from ellzero.experiments.train.loop import train
 from ellzero.gated.module import Gated
 from ellzero.gates.distributions import HardConcrete
 from ellzero.gates.hard_concrete import HardConcreteGate
+from ellzero.out.files import FileError
 from ellzero.page import charts, facts, page_file, run_figures, run_page, write
 from ellzero.page import run as making
 
@@ -599,7 +600,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         write("new", file)
     assert [(p.name, p.read_text()) for p in file.parent.iterdir()] == [("page.html", "old")]
     monkeypatch.undo()
-    with pytest.raises(FolderError, match="cannot be written"):
+    with pytest.raises(FileError, match="cannot be written"):
         write("new", file / "below.html")
 
 

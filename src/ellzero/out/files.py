@@ -30,9 +30,9 @@ def writing(path: Path) -> Iterator[None]:
     """Turns what the system says against writing to `path` into a `FileError`."""
     try:
         yield
-    except FileError:
-        raise
     except OSError as error:
+        if error.errno is None:  # not the system's: a `FileError`, or one of a library that fetches what is written
+            raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         why = "the disk is full" if full else error.strerror or error
         raise FileError(f"{str(path)!r} cannot be written: {why}") from error

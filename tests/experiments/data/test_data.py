@@ -15,6 +15,7 @@ import threading
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +23,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,15 +30,15 @@ from ellzero.experiments import data
 from ellzero.experiments.data import (
     batch_count,
     batches,
-    catalogue,
     crop_and_flip,
     downloads,
     epoch_generator,
     load,
     scaled,
 )
-from ellzero.experiments.data.downloads import File, contents, data_folder
-from ellzero.experiments.data.readers import DataError, read_cifar, read_idx
+from ellzero.experiments.data.cifar import read_cifar
+from ellzero.experiments.data.downloads import DataError, File, contents, data_folder
+from ellzero.experiments.data.mnist import read_idx
 from support import ROOT
 
 
@@ -214,15 +214,24 @@ def test_an_interrupted_download_leaves_nothing(mirror: Mirror, tmp_path: Path, 
     def interrupt(_bar: object, _advance: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(downloads._Bar, "update", interrupt)
+    monkeypatch.setattr(downloads.tqdm, "update", interrupt)
     with pytest.raises(KeyboardInterrupt):
         contents([described("file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path)
     assert left_in(tmp_path) == []
 
 
+def test_what_a_killed_download_left_goes_with_the_next_one(mirror: Mirror, tmp_path: Path) -> None:
+    left, busy = (tmp_path / f".file.gz.{c * 32}.tmp.gz" for c in "ab")
+    left.touch()
+    busy.touch()  # by another process, now
+    os.utime(left, (0, 0))
+    assert contents([described("file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path) == [BODY]
+    assert left_in(tmp_path) == [busy.name, "file.gz"]
+
+
 def test_a_folder_that_cannot_be_written_to(mirror: Mirror, tmp_path: Path) -> None:
     (tmp_path / "mnist").write_text("a file where the folder should be")
-    with pytest.raises(DataError, match=r"mnist.file\.gz cannot be written: "):
+    with pytest.raises(DataError, match=r"mnist.file\.gz' cannot be written: "):
         contents([described("mnist/file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path)
 
 
@@ -289,17 +298,17 @@ def test_a_wrong_archive(tmp_path: Path) -> None:
 
 def test_the_bar_shows_name_and_size(mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(downloads, "Console", lambda stderr: Console(file=screen, force_terminal=True, width=120))
+    bar = partial(downloads.tqdm, file=screen, ncols=80)
+    monkeypatch.setattr(downloads, "tqdm", lambda **options: bar(**options | {"disable": False}))
     contents([described("file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path)
     shown = screen.getvalue()
     assert "file.gz" in shown
-    assert "200.0/200.0 kB" in shown
+    assert "200k/200k" in shown
 
 
 def test_the_bar_is_silent_where_nobody_looks(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(downloads.pooch.get_logger(), "disabled", True)
     contents([described("file.gz", BODY, mirror.gives("/file.gz", BODY))], tmp_path)
     assert capfd.readouterr() == ("", "")
 
@@ -329,7 +338,7 @@ def test_mnist_from_a_mirror(mirror: Mirror, tmp_path: Path, monkeypatch: pytest
     bodies = [gzip.compress(as_idx(array)) for array in arrays]
     fake = tuple(
         described(file.path, body, mirror.gives(f"/{file.path}", body))
-        for file, body in zip(catalogue.MNIST, bodies, strict=True)
+        for file, body in zip(data.KNOWN["mnist"].files, bodies, strict=True)
     )
     monkeypatch.setitem(data.KNOWN, "mnist", data.KNOWN["mnist"]._replace(files=fake))
     for _ in range(2):
@@ -731,7 +740,9 @@ def test_names_of_the_hundred_classes_fit_their_superclasses() -> None:
     """The coarse labels, which `load` leaves aside, say which classes belong together, e.g. 14: people."""
     folder = real("cifar100")
     _, labels = read_cifar((folder / "cifar-100-binary/test.bin").read_bytes(), "test.bin", 2)
-    groups = {coarse: {catalogue.CIFAR_100_CLASSES[fine] for c, fine in labels if c == coarse} for coarse in range(20)}
+    groups = {
+        coarse: {data.KNOWN["cifar100"].classes[fine] for c, fine in labels if c == coarse} for coarse in range(20)
+    }
     assert groups[0] == {"beaver", "dolphin", "otter", "seal", "whale"}
     assert groups[4] == {"apple", "mushroom", "orange", "pear", "sweet_pepper"}
     assert groups[14] == {"baby", "boy", "girl", "man", "woman"}
@@ -742,9 +753,9 @@ def test_names_of_the_hundred_classes_fit_their_superclasses() -> None:
 def test_a_real_file_cut_off_or_changed_is_refused(tmp_path: Path) -> None:
     folder = real("mnist")
     (tmp_path / "mnist").mkdir()
-    for file in catalogue.MNIST:
+    for file in data.KNOWN["mnist"].files:
         (tmp_path / file.path).write_bytes((folder / file.path).read_bytes())
-    target = tmp_path / catalogue.MNIST[1].path
+    target = tmp_path / data.KNOWN["mnist"].files[1].path
     whole = target.read_bytes()
     target.write_bytes(whole[: math.ceil(len(whole) / 2)])
     with pytest.raises(

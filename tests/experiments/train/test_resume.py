@@ -24,10 +24,11 @@ from torch import Tensor
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.checkpoint import CheckpointError
-from ellzero.experiments.store.folder import Folder, FolderError
+from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.trainer import Trainer, _identity
 from ellzero.experiments.train.watching import AbstractWatcher
+from ellzero.out.files import FileError
 from support import processes
 
 STEPS = 5  # of an epoch
@@ -264,8 +265,8 @@ def short(folder: Folder, watcher: Watch | None = None, data: Any = None) -> Tra
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (errno.ENOSPC, r"^the disk of '.*checkpoints' is full: a checkpoint needs 4\.3 MB; .* step 2 is still there$"),
-        (errno.EROFS, r"can be written to, got '.*checkpoints': Read-only file system; .* step 2 is still there$"),
+        (errno.ENOSPC, r"cannot be written: the disk is full; a checkpoint needs 4\.3 MB; .* step 2 is still there$"),
+        (errno.EROFS, r"cannot be written: Read-only file system; .* step 2 is still there$"),
     ],
     ids=["full", "read-only"],
 )
@@ -321,7 +322,7 @@ def test_a_history_that_cannot_be_written_ends_the_run_in_words(
     folder = Folder.create(tmp_path / "run", [SHORT])
     blocked = folder.path / "history.jsonl"
 
-    with pytest.raises(FolderError, match=r"history\.jsonl' cannot be written: Is a directory"):
+    with pytest.raises(FileError, match=r"history\.jsonl' cannot be written: Is a directory"):
         short(folder, Watch(2, blocked.mkdir))
     assert checkpoint.steps(folder.checkpoints)[-1] == STEPS
 

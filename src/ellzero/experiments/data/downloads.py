@@ -15,20 +15,23 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 import pooch  # type: ignore[import-untyped]
 import requests
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-from ellzero.experiments.data.readers import DataError
+from ellzero.out.files import FileError, replacing, writing
 
 VARIABLE = "ELLZERO_DATA"
 _TIMEOUT = 30  # seconds without an answer, after which the next mirror is asked
 _CHUNK = 1 << 16
 _REMEDY = "delete it, and it will be downloaded again"
+
+
+@final
+class DataError(RuntimeError):
+    """A data file is missing, cut off or corrupted. The message names it."""
 
 
 @final
@@ -133,55 +136,23 @@ def _fetched(file: File, folder: Path) -> bytes:
 def _download(file: File, path: Path) -> None:
     failures = []
     for url in file.urls:
+        # Shown where somebody looks, a terminal. The face is the one that pooch asks for.
+        bar = tqdm(desc=path.name, total=file.size, unit="B", unit_scale=True, disable=None)
+        fetch = pooch.HTTPDownloader(progressbar=bar, chunk_size=_CHUNK, timeout=_TIMEOUT)
         try:
-            with _Bar(path.name) as bar:
-                downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=_CHUNK, timeout=_TIMEOUT)
-                # Into a temporary file beside it, which is renamed when the digest is right and removed otherwise.
-                pooch.retrieve(url, f"sha256:{file.sha256}", path.name, path.parent, downloader=downloader)
-            path.chmod(0o644)  # temporary files are made for their owner alone
+            with bar, writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as unfinished:
+                    fetch(url, str(unfinished), None)
+                    digest = pooch.file_hash(unfinished)
+                    if digest != file.sha256:
+                        raise ValueError(f"the SHA-256 of what it gave is {digest} instead of {file.sha256}")
             return
-        except (requests.RequestException, ValueError) as error:  # ValueError: pooch's word for a wrong digest
+        except (requests.RequestException, ValueError) as error:
             failures.append(f"\n  {url}: {error}")
-        except OSError as error:
-            raise DataError(f"{path} cannot be written: {error}") from error
+        except FileError as error:
+            raise DataError(str(error)) from error
     raise DataError(
         f"{path.name} is not in {path.parent}, and no mirror gave it:{''.join(failures)}\n"
         f"Put it there by hand, or set ${VARIABLE} to the folder that holds `{file.path}`."
     )
-
-
-@final
-class _Bar:
-    """A progress bar of rich's, with the face of tqdm's that pooch asks for. Silent where nobody looks."""
-
-    def __init__(self, what: str) -> None:
-        console = Console(stderr=True)
-        columns = TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._task = self._progress.add_task(what, total=None)
-
-    @property
-    def total(self) -> float | None:
-        return self._progress.tasks[0].total
-
-    @total.setter
-    def total(self, value: int) -> None:
-        self._progress.update(self._task, total=value or None)  # 0: the mirror did not say
-
-    def update(self, advance: int) -> None:
-        self._progress.update(self._task, advance=advance)
-
-    def reset(self) -> None:
-        self._progress.update(self._task, completed=0)
-
-    def close(self) -> None:
-        """Pooch is done; the bar goes when its `with` ends."""
-
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()

@@ -1,0 +1,130 @@
+"""`load` gives a whole data set as tensors on a device, `stand_in` noise of the same shape.
+
+A data set is a file beside this one with its `Facts`, and a line in `KNOWN`. Nothing here knows what is in the files,
+nor of networks, gates or training.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ellzero.experiments.data.cifar import CIFAR_10, CIFAR_100
+from ellzero.experiments.data.downloads import contents, data_folder
+from ellzero.experiments.data.facts import Facts
+from ellzero.experiments.data.mnist import MNIST
+from ellzero.experiments.data.mnist5k import MNIST5K
+
+KNOWN = {"mnist": MNIST, "mnist5k": MNIST5K, "cifar10": CIFAR_10, "cifar100": CIFAR_100}
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A whole data set, on one device.
+
+    Args:
+        name: as `load` knows it.
+        train_x: images to train on, bytes, (N, C, H, W).
+        train_y: their classes, (N,) of int64.
+        test_x: images to test on.
+        test_y: their classes.
+        classes: names of the classes.
+        mean: per channel, of the training pixels in [0, 1], as the papers' code has it.
+        std: per channel, likewise.
+        source: where it came from.
+    """
+
+    name: str
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    source: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Channels, height and width of an image."""
+        return tuple(self.train_x.shape[1:])
+
+
+def load(
+    name: str, data_dir: str | os.PathLike[str] | None = None, device: str | torch.device | None = "cpu"
+) -> Dataset:
+    """Loads a data set onto a device.
+
+    The files are looked up in `data_dir`, or the folder that `$ELLZERO_DATA` names, or the user's cache: `mnist/` with
+    the four idx `.gz` files, `cifar-10-batches-bin/` and `cifar-100-binary/` with the `.bin` files, or
+    `cifar-10-binary.tar.gz` and `cifar-100-binary.tar.gz`. What is missing there is downloaded to there. A file that is
+    not the original, to the bit, is refused.
+
+    Args:
+        name: "mnist", "cifar10", "cifar100" (its 100 fine classes), or "mnist5k": 4,000 + 1,000 images of MNIST's
+            training set that come with the library.
+        data_dir: folder of the files.
+        device: where the tensors go.
+
+    Raises:
+        ValueError: there is no such data set.
+        DataError: a file is cut off or corrupted, or cannot be downloaded; or there is no such folder.
+
+    Example:
+        >>> data = load("mnist5k")
+        >>> data.train_x.shape, data.test_x.shape, data.train_x.dtype
+        (torch.Size([4000, 1, 28, 28]), torch.Size([1000, 1, 28, 28]), torch.uint8)
+    """
+    facts, source, found = _find(name), "ellzero", []
+    if facts.files:
+        folder = data_folder(data_dir)
+        names = (str(folder / file.path) for file in facts.files)
+        source, found = str(folder), list(zip(contents(facts.files, folder), names, strict=True))
+    split = facts.read(found)
+    # Copied: what was read may not be written to, and torch knows no such tensors.
+    train_x, test_x = (torch.from_numpy(x.copy()).to(device) for x in split[::2])
+    train_y, test_y = (torch.from_numpy(y.astype(np.int64)).to(device) for y in split[1::2])
+    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std, source)
+
+
+def stand_in(name: str, images: int = 2, device: str | torch.device | None = "cpu") -> Dataset:
+    """A data set with the shape, classes, mean and deviation of a known one, and noise for images.
+
+    Networks can be built with it, looked at and made smaller where the files are not at hand.
+
+    Args:
+        name: as for `load`.
+        images: how many there are to train on, and as many to test on.
+        device: where the tensors go.
+
+    Raises:
+        ValueError: there is no such data set, or `images` is less than 1.
+
+    Example:
+        >>> data = stand_in("cifar100")
+        >>> data.train_x.shape, len(data.classes), data.source
+        (torch.Size([2, 3, 32, 32]), 100, 'noise')
+    """
+    facts = _find(name)
+    if images < 1:
+        raise ValueError(f"`images` must be at least 1, got {images}")
+    shape = (images, *facts.shape)
+    draw = torch.Generator().manual_seed(0)
+    train_x, test_x = (torch.randint(256, shape, generator=draw, dtype=torch.uint8).to(device) for _ in range(2))
+    train_y, test_y = (torch.randint(len(facts.classes), (images,), generator=draw).to(device) for _ in range(2))
+    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std, "noise")
+
+
+def _find(name: str) -> Facts:
+    if name not in KNOWN:
+        near = get_close_matches(name, KNOWN, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"`name` must be one of {', '.join(KNOWN)}, got {name!r}{hint}")
+    return KNOWN[name]

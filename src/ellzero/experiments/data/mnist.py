@@ -1,0 +1,71 @@
+"""MNIST (LeCun, Cortes & Burges): four idx files, from its public mirrors."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from ellzero.experiments.data.downloads import DataError, File
+from ellzero.experiments.data.facts import Bytes, Facts, Split
+
+_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+
+
+def _file(name: str, size: int, sha256: str) -> File:
+    return File(f"mnist/{name}", size, sha256, tuple(mirror + name for mirror in _MIRRORS))
+
+
+_FILES = (
+    _file("train-images-idx3-ubyte.gz", 9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+    _file("train-labels-idx1-ubyte.gz", 28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+    _file("t10k-images-idx3-ubyte.gz", 1_648_877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+    _file("t10k-labels-idx1-ubyte.gz", 4_542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+)
+
+
+def read_idx(data: bytes, name: str) -> Bytes:
+    """Reads an idx file of unsigned bytes, compressed by gzip or not.
+
+    Args:
+        data: the file's contents.
+        name: what to call it in an error.
+
+    Returns:
+        The array, of as many dimensions as the file says.
+
+    Raises:
+        DataError: it is no such file, or shorter or longer than its header says.
+
+    Example:
+        >>> read_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 5, 0, 4]), "labels").tolist()
+        [5, 0, 4]
+    """
+    if data[:2] == b"\x1f\x8b":
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise DataError(f"{name} is cut off or corrupted: {error}") from error
+    if len(data) < 4 or data[:3] != b"\0\0\x08":
+        raise DataError(f"{name} is no idx file of bytes: it begins with 0x{data[:4].hex()}, and must with 0x000008")
+    header = 4 + 4 * data[3]
+    shape = tuple(int.from_bytes(data[at : at + 4], "big") for at in range(4, header, 4))
+    if len(data) != header + prod(shape):
+        raise DataError(
+            f"{name} is cut off or corrupted: it has {len(data):,} bytes, and by its header {header + prod(shape):,}"
+        )
+    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+
+
+def _read(found: Sequence[tuple[bytes, str]]) -> Split:
+    train_x, train_y, test_x, test_y = (read_idx(data, name) for data, name in found)
+    return train_x[:, None], train_y, test_x[:, None], test_y
+
+
+MNIST = Facts((1, 28, 28), tuple("0123456789"), mean=(0.1307,), std=(0.3081,), read=_read, files=_FILES)
