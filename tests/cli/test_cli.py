@@ -13,7 +13,7 @@ import torch
 
 from ellzero.cli import main
 from ellzero.cli.app import CommandError, resumable
-from ellzero.cli.models import DTYPES, example, load_model
+from ellzero.cli.inspecting import DTYPES, example, load_model
 from ellzero.experiments.train.loop import Stopped
 from ellzero.experiments.train.trainer import DivergedError
 from support import ROOT

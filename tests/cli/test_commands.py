@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ellzero
-from ellzero.cli import main, opening, running
+from ellzero.cli import main, opening
 from ellzero.cli.app import CommandError, app
+from ellzero.cli.training import _worthless
 from ellzero.experiments import data
 from ellzero.experiments import networks as zoo
 from ellzero.experiments.data import KNOWN, scaled, stand_in
@@ -415,10 +416,10 @@ def test_an_error_of_guessing_is_said_to_be_one(home: Path) -> None:
     most = max(np.bincount(data.load("mnist5k").test_y.numpy()))
     guessing = 100 - most / 10  # of a thousand images
     for above in (0.0, 1.0):
-        message = running._worthless(Folder.open(home), guessing + above, data.load("mnist5k"))
+        message = _worthless(Folder.open(home), guessing + above, data.load("mnist5k"))
         assert message is not None
         assert f"{guessing + above:.2f} %, is not below {guessing:.2f} %, that of always answering one class" in message
-    assert running._worthless(Folder.open(home), guessing - 0.1, data.load("mnist5k")) is None
+    assert _worthless(Folder.open(home), guessing - 0.1, data.load("mnist5k")) is None
 
 
 @pytest.mark.filterwarnings("default")

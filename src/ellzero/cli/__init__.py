@@ -12,12 +12,24 @@ from collections.abc import Sequence
 
 from tyro.conf import FlagCreatePairsOff
 
-from ellzero.cli import app, looking, method, models, reporting, running, studies, sweeping
+from ellzero.cli import (
+    app,
+    compacting,
+    evaluating,
+    explaining,
+    inspecting,
+    listing,
+    reporting,
+    studies,
+    sweeping,
+    training,
+)
 from ellzero.cli.app import INTERRUPTED, CommandError
 from ellzero.experiments.train import processes as parallel
 from ellzero.out.saving import installed_version
 
-COMMANDS = (running, looking, reporting, models, studies, sweeping, method)  # the modules that hold the commands
+# The modules that hold the commands: importing them has registered these.
+COMMANDS = (training, evaluating, compacting, listing, reporting, inspecting, studies, sweeping, explaining)
 SHELLS = ("bash", "zsh", "fish")
 DESCRIPTION = """Learn sparse PyTorch networks with L0 gates, and get a smaller plain network back.
 

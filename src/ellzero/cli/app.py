@@ -1,7 +1,7 @@
 """What the commands share: the application, exit codes, errors of one line, and how things are printed.
 
 A command is a function with type hints and a docstring, under `@app.command`; its arguments and its help come from
-these. It prints what was asked for to standard output and raises `CommandError` for what the user has to put right,
+these. It prints what was asked for to standard output. For what the user has to put right it raises `CommandError`,
 which `main` prints as one line. This file knows no command.
 """
 
@@ -32,6 +32,10 @@ from ellzero.out.reporting import render
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
+_REFUSALS: tuple[type[Exception], ...] = (
+    FileError, FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError,
+)  # fmt: skip
+
 app = SubcommandApp()
 
 
@@ -45,17 +49,18 @@ class CommandError(Exception):
 
 
 @contextmanager
-def foreseen(bad_usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """What the library says no to, as a `CommandError`: its own errors and those of the disk.
+def foreseen(bad_usage: tuple[type[Exception], ...] = (), failed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turns what the library and the disk say no to into a `CommandError`.
 
     Args:
-        bad_usage: errors that say that what was typed makes no sense; the others say that the work failed.
+        bad_usage: errors that say that what was typed makes no sense.
+        failed: errors that say that the work failed, beside those that any command may meet.
     """
     try:
         yield
     except bad_usage as error:
         raise CommandError(str(error)) from error
-    except (FileError, FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError) as error:
+    except (*_REFUSALS, *failed) as error:
         raise CommandError(str(error), FAILED) from error
     except OSError as error:
         where = f"{error.filename!r}: " if error.filename else ""
@@ -64,7 +69,7 @@ def foreseen(bad_usage: tuple[type[Exception], ...] = ()) -> Iterator[None]:
 
 @contextmanager
 def resumable(again: str, fewer: str) -> Iterator[None]:
-    """A training of many runs that does not come to its end, as a `CommandError`.
+    """Turns the early end of a training of many runs into a `CommandError`.
 
     Args:
         again: the command that goes on with it.
@@ -90,7 +95,12 @@ def show(content: Any) -> None:
     if sys.stdout.isatty():
         Console().print(content)
     else:
-        sys.stdout.write(render(content) + "\n")
+        say(render(content))
+
+
+def show_json(content: Any) -> None:
+    """Prints plain data for a script to read."""
+    say(json.dumps(content, indent=2))
 
 
 def say(*lines: str) -> None:
@@ -108,23 +118,6 @@ def warn(message: object) -> None:
     tell(f"ellzero: warning: {' '.join(str(message).split())}")
 
 
-@contextmanager
-def plain_warnings() -> Iterator[None]:
-    """What is warned of in Python goes through `warn`, without the line of code that it comes from."""
-
-    def shown(message: Warning | str, *_: object, **__: object) -> None:
-        warn(message)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = shown
-        yield
-
-
-def show_json(content: Any) -> None:
-    """Prints plain data for a script to read."""
-    sys.stdout.write(json.dumps(content, indent=2) + "\n")
-
-
 def few(names: Sequence[str], most: int = 6) -> list[str]:
     """The names, or the first of them and how many more there are."""
     return list(names) if len(names) <= most else [*names[: most - 1], f"and {len(names) - most + 1} more"]
@@ -135,9 +128,24 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+# ---------------------------------------------------------------- what others print
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Sends Python's warnings through `warn`, without the line of code that they come from."""
+
+    def shown(message: Warning | str, *_: object, **__: object) -> None:
+        warn(message)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = shown
+        yield
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch prints and logs while it traces: whatever is of use in it is in the exception."""
+    """Drops what torch prints and logs while it traces: whatever is of use in it is in the exception."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

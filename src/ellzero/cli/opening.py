@@ -1,6 +1,6 @@
 """From words to runs: recipes, devices, data, folders and the networks in them, each with an error of one line.
 
-What the commands about runs share. No command is here.
+What the commands about runs share. No command is here. Every function here raises `CommandError` for what it cannot do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
-from tyro.conf import arg
+from tyro.conf import Positional, arg
 
 from ellzero.cli.app import FAILED, CommandError, foreseen
 from ellzero.experiments import data, papers
@@ -27,7 +27,12 @@ from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.out.compaction import compact
 
+COMPACT = "compact.safetensors"  # in the folder of a run
+
 Device = Literal["auto", "cpu", "cuda"]
+DataDir = Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")]
+RunPath = Annotated[str, Positional, arg(metavar="RUN")]
+Index = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
 
 
 # ---------------------------------------------------------------- recipes
@@ -35,9 +40,6 @@ Device = Literal["auto", "cpu", "cuda"]
 
 def find_recipe(text: str) -> Recipe:
     """The recipe of this name, or in this TOML file.
-
-    Raises:
-        CommandError: there is none, or the file is no recipe.
 
     Example:
         >>> find_recipe("demo").network
@@ -68,9 +70,6 @@ Fields.__doc__ = (
 def changes(chosen: Any) -> dict[str, Any]:
     """The fields that were given, as values.
 
-    Args:
-        chosen: a `Fields`.
-
     Example:
         >>> changes(Fields(epochs="3", at_most='{"fc1" = 0.2}'))
         {'at_most': {'fc1': 0.2}, 'epochs': 3}
@@ -79,11 +78,7 @@ def changes(chosen: Any) -> dict[str, Any]:
 
 
 def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with these values.
-
-    Raises:
-        CommandError: the result is no recipe, or one of the values changes nothing in it.
-    """
+    """The recipe with these values, each of which must change something."""
     with foreseen(bad_usage=(ValueError,)):
         changed = recipe.override(**values)
         refuse_idle(changed, values)
@@ -99,9 +94,6 @@ def find_device(word: Device, begun_on: str | None = None) -> torch.device:
     Args:
         word: "auto" for the kind that the run was begun on; for a new one a GPU where there is one.
         begun_on: `about["device"]` of the run.
-
-    Raises:
-        CommandError: it is not there.
     """
     there = torch.cuda.is_available()
     if word == "cuda" and not there:
@@ -118,11 +110,7 @@ def find_device(word: Device, begun_on: str | None = None) -> torch.device:
 
 
 def refuse_several(command: str) -> None:
-    """Says no to `torchrun`, whose processes would all do the same work in the same folder.
-
-    Raises:
-        CommandError: this process is one of several.
-    """
+    """Says no to `torchrun`, whose processes would all do the same work in the same folder."""
     if parallel.launched():
         raise CommandError(
             f"`{command}` trains in one process, which trains many runs together: start it without torchrun"
@@ -130,11 +118,7 @@ def refuse_several(command: str) -> None:
 
 
 def load_data(name: str, data_dir: str | None, device: torch.device) -> Dataset:
-    """A data set.
-
-    Raises:
-        CommandError: its files are missing or damaged.
-    """
+    """A data set."""
     if data_dir is not None and not Path(data_dir).expanduser().is_dir():
         raise CommandError(f"`--data-dir` must be a folder that exists, got {data_dir!r}")
     with foreseen():
@@ -145,11 +129,7 @@ def load_data(name: str, data_dir: str | None, device: torch.device) -> Dataset:
 
 
 def open_run(path: str) -> Folder:
-    """The run in a folder.
-
-    Raises:
-        CommandError: there is none, or it is damaged.
-    """
+    """The run in a folder."""
     if not Path(path, "run.json").exists():
         there = "is no folder of a run: there is no `run.json` in it" if Path(path).is_dir() else "is no folder"
         raise CommandError(f"{path!r} {there}; `ellzero train` makes one")
@@ -158,11 +138,7 @@ def open_run(path: str) -> Folder:
 
 
 def choose(folder: Folder, index: int | None) -> int:
-    """Which run of a stack is meant.
-
-    Raises:
-        CommandError: it is not said, or there is no such run.
-    """
+    """Which run of a stack is meant."""
     count = len(folder.recipes)
     if index is None and count > 1:
         names = "; ".join(f"{number}: {r.name}, seed {r.seed}" for number, r in enumerate(folder.recipes))
@@ -178,9 +154,6 @@ def restored(folder: Folder, dataset: Dataset | None = None) -> Trainer:
     Args:
         folder: of the run.
         dataset: its data; noise of the same shape if absent, with which the network can be looked at but not tested.
-
-    Raises:
-        CommandError: there is no checkpoint that can be read.
     """
     if not checkpoint.steps(folder.checkpoints):
         raise CommandError(
@@ -191,15 +164,19 @@ def restored(folder: Folder, dataset: Dataset | None = None) -> Trainer:
         return restore(folder, data.stand_in(recipe.data, recipe.batch) if dataset is None else dataset)
 
 
-def small_network(network: nn.Module) -> nn.Module:
-    """The compact network; a dense one as it is.
+# ---------------------------------------------------------------- networks
 
-    Raises:
-        CommandError: a layer has no unit left.
-    """
+
+def small_network(network: nn.Module) -> nn.Module:
+    """The compact network; a dense one as it is."""
     network = network.cpu().eval()
     with foreseen():
         return compact(network).eval() if isinstance(network, Gated) else network
+
+
+def size(network: nn.Module) -> int:
+    """How many parameters a network has."""
+    return sum(p.numel() for p in network.parameters())
 
 
 @torch.no_grad()

@@ -9,20 +9,20 @@ from __future__ import annotations
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from torch import nn
 from tyro.conf import Positional, arg
 
 from ellzero import page
-from ellzero.cli.app import FAILED, CommandError, app, foreseen, say, show
-from ellzero.cli.opening import choose, open_run, restored
+from ellzero.cli.app import FAILED, CommandError, app, foreseen, say, show, tell
+from ellzero.cli.opening import Index, choose, open_run, restored
 from ellzero.experiments.figures import PlotsMissingError, can_draw
 from ellzero.experiments.store.folder import Folder
 from ellzero.gated.module import Gated
 from ellzero.out.reporting import report as make_report
 
-Index = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
+Words = Literal["json", "markdown"] | None  # how the report is printed; None is a table
 
 
 @app.command
@@ -80,56 +80,54 @@ def report(
             raise CommandError("`--json`, `--markdown`, `--speed` and `--index` are for one run")
         _several(runs, out, figures, open)
     else:
-        _one(runs[0], json, markdown, speed, index, out, figures, open)
+        _one(runs[0], index, "json" if json else "markdown" if markdown else None, speed, figures, out, open)
 
 
 # ---------------------------------------------------------------- one run
 
 
 def _one(
-    run: str,
-    json: bool,
-    markdown: bool,
-    speed: bool,
-    index: int | None,
-    out: str | None,
-    figures: str | None,
-    show_it: bool,
+    run: str, index: int | None, words: Words, speed: bool, figures: str | None, out: str | None, open: bool
 ) -> None:
     folder = open_run(run)
     number = choose(folder, index)
+    _print(folder, number, words, speed)
+    if figures is not None:
+        with foreseen():
+            _drawn(page.run_figures(folder, Path(figures), number), quiet=words is not None)
+    asked = out is not None or open
+    if words is not None and not asked:
+        return
+    if not asked and not page.can_make():
+        say(f"No page: {page.PageMissingError()}")
+        return
+    _need_pages()
+    with foreseen():
+        target = page.page_file(folder, number) if out is None else Path(out)
+        _made(page.write(page.run_page(folder, number), target), open, quiet=words is not None)
+
+
+def _print(folder: Folder, number: int, words: Words, speed: bool) -> None:
     network = _network(folder, number)
-    dense = network is not None and not isinstance(network, Gated)
-    if (json or markdown) and dense:
-        raise CommandError(f"{run!r} trained the dense network, without gates: there is nothing to report on")
     if isinstance(network, Gated):
         made = make_report(network, speed=speed)
-        if json:
+        if words == "json":
             say(made.json())
-        elif markdown:
+        elif words == "markdown":
             say(made.markdown().rstrip())
         else:
             show(made)
         if speed:
             with foreseen():
                 page.measure_run(folder, network)
-    elif json or markdown:
-        restored(folder)  # says why there is no network
-    elif dense:
+    elif network is None:
+        if words is not None:
+            restored(folder)  # says why there is no network
+    elif words is not None:
+        where = str(folder.path)
+        raise CommandError(f"{where!r} trained the dense network, without gates: there is nothing to report on")
+    else:
         say(f"{folder.recipes[number].name} trained the dense network, without gates.")
-    if figures is not None:
-        with foreseen():
-            _drawn(page.run_figures(folder, Path(figures), number), quiet=json or markdown)
-    if (json or markdown) and out is None and not show_it:
-        return
-    if not page.can_make():
-        if out is not None or show_it:
-            raise CommandError(str(page.PageMissingError()), FAILED)
-        say(f"No page: {page.PageMissingError()}")
-        return
-    with foreseen():
-        target = page.page_file(folder, number) if out is None else Path(out)
-        _made(page.write(page.run_page(folder, number), target), show_it, quiet=json or markdown)
 
 
 def _network(folder: Folder, number: int) -> nn.Module | None:
@@ -140,7 +138,7 @@ def _network(folder: Folder, number: int) -> nn.Module | None:
         with foreseen():
             if not folder.history():
                 raise
-        sys.stderr.write(f"ellzero: {error}; the page shows the history alone\n")
+        tell(f"ellzero: {error}; the page shows the history alone")
         return None
 
 
@@ -150,7 +148,7 @@ def _holds_runs(path: str) -> bool:
     return home.is_dir() and not (home / "run.json").exists() and bool(page.collect([path])[0])
 
 
-def _serve(run: str, index: int | None, port: int, show_it: bool) -> None:
+def _serve(run: str, index: int | None, port: int, open: bool) -> None:
     _need_pages()
     folder = open_run(run)
     number = choose(folder, index)
@@ -160,7 +158,7 @@ def _serve(run: str, index: int | None, port: int, show_it: bool) -> None:
     with server:
         say(f"{server.address} shows {run} and follows it. Ctrl-C ends this.")
         sys.stdout.flush()
-        if show_it:
+        if open:
             webbrowser.open(server.address)
         try:
             server.serve_forever(poll_interval=0.2)
@@ -171,14 +169,14 @@ def _serve(run: str, index: int | None, port: int, show_it: bool) -> None:
 # ---------------------------------------------------------------- several
 
 
-def _several(runs: tuple[str, ...], out: str | None, figures: str | None, show_it: bool) -> None:
+def _several(runs: tuple[str, ...], out: str | None, figures: str | None, open: bool) -> None:
     found, notes = page.collect(runs)
     if not found:
         rest = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
         why = f"{str(notes[0].where)!r}: {notes[0].why}" if notes else ", ".join(runs)
         raise CommandError(f"none of these is a finished run: {why}{rest}")
     for note in notes:
-        sys.stderr.write(f"ellzero: {str(note.where)!r} is left out: {note.why}\n")
+        tell(f"ellzero: {str(note.where)!r} is left out: {note.why}")
     if figures is not None:
         with foreseen():
             _drawn(page.runs_figures(runs, Path(figures)))
@@ -186,7 +184,7 @@ def _several(runs: tuple[str, ...], out: str | None, figures: str | None, show_i
     target = Path(out or "report.html")
     with foreseen():
         say(f"{len(found)} run{'s' * (len(found) != 1)}.")
-        _made(page.write(page.runs_page(runs, target.parent), target), show_it)
+        _made(page.write(page.runs_page(runs, target.parent), target), open)
 
 
 # ---------------------------------------------------------------- what they share
@@ -197,17 +195,14 @@ def _need_pages() -> None:
         raise CommandError(str(page.PageMissingError()), FAILED)
 
 
-def _made(file: Path, show_it: bool, quiet: bool = False) -> None:
-    (sys.stderr if quiet else sys.stdout).write(f"Page: {file}\n")
-    if show_it and not webbrowser.open(file.resolve().as_uri()):
-        sys.stderr.write("ellzero: there is no browser to open it with\n")
+def _made(file: Path, open: bool, quiet: bool = False) -> None:
+    (tell if quiet else say)(f"Page: {file}")
+    if open and not webbrowser.open(file.resolve().as_uri()):
+        tell("ellzero: there is no browser to open it with")
 
 
 def _drawn(files: list[Path], quiet: bool = False) -> None:
     """Names the pictures; where standard output is for a script, on standard error."""
     for file in files:
         if file.suffix in (".png", ".svg"):
-            (sys.stderr if quiet else sys.stdout).write(f"figure: {file}\n")
-
-
-__all__ = ["report"]
+            (tell if quiet else say)(f"figure: {file}")

@@ -17,7 +17,7 @@ from test_resume import bits, leaves
 from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
 from ellzero import gates
-from ellzero.cli import looking, main, opening, running
+from ellzero.cli import main, opening
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import Folder
@@ -202,7 +202,7 @@ def test_an_unfinished_run_is_evaluated_as_its_records_are(
     for _ in range(4):
         list(trainer.train_epoch())
     trainer.save(Folder.create(tmp_path / "run", [r]))
-    monkeypatch.setattr(looking, "load_data", lambda *_: images("cifar10"))
+    monkeypatch.setattr(opening, "load_data", lambda *_: images("cifar10"))
     assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["networks"]
     seen = trainer.evaluate()["error"].item()
@@ -311,7 +311,7 @@ def test_the_command_line_says_what_was_kept_before_settling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The oracle is the run that does not settle: the record of the epoch after which it would have."""
-    monkeypatch.setattr(running, "load_data", lambda *_: images("mnist5k"))
+    monkeypatch.setattr(opening, "load_data", lambda *_: images("mnist5k"))
     words = [
         "train",
         "demo",

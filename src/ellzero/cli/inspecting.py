@@ -1,17 +1,13 @@
-"""Commands about a model of the user's own: `inspect`. And the way from words to objects: models and example inputs.
-
-Nothing here knows of recipes or runs.
-"""
+"""The command that looks at a model of the user's own: `inspect` prints its axes. Knows nothing of recipes or runs."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any
 
 import torch
 from rich import box
@@ -22,50 +18,14 @@ from torch import Tensor, nn
 from tyro.conf import Positional, UseAppendAction, arg
 
 from ellzero.cli.app import FAILED, CommandError, app, few, quiet, said, show, show_json
-from ellzero.graph.axes import Axis, Graph, Role
+from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.rehearsal import proven
 from ellzero.graph.tracing import TraceError, as_inputs, trace
 
 DTYPES = {
-    "float": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int": torch.int64,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "bool": torch.bool,
-}
-
-
-# ---------------------------------------------------------------- inspect
-
-
-@final
-@dataclass(frozen=True)
-class Place:
-    """A tensor's dimensions that an axis lies on, and on how many of their entries each unit does."""
-
-    tensor: str
-    dims: tuple[int, ...]
-    entries: int
-
-
-@final
-@dataclass(frozen=True)
-class AxisView:
-    """One axis as `inspect` shows it."""
-
-    name: str
-    units: int
-    state: str
-    why: str | None
-    stream: bool
-    can_vanish: bool
-    writes: list[Place]
-    rides: list[Place]
-    reads: list[Place]
+    "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
+    "float64": torch.float64, "int": torch.int64, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
+}  # fmt: skip
 
 
 @app.command
@@ -99,49 +59,50 @@ def inspect(
             raise CommandError(str(error).replace("`example_inputs`", "`--input`"), FAILED) from error
     views = [_view(axis, streams) for axis in graph.axes]
     if json:
-        content = {"model": target, "axes": [asdict(v) for v in views], "unreached": list(graph.unreached)}
-        show_json(content)
+        show_json({"model": target, "axes": views, "unreached": list(graph.unreached)})
     else:
         show(_table(target, model, graph, views))
 
 
-def _view(axis: Axis, streams: bool) -> AxisView:
+def _view(axis: Axis, streams: bool) -> dict[str, Any]:
+    """An axis as `--json` prints it: for each role the tensors it lies on, and how many of their entries a unit has."""
     state, why = "can shrink", None
     if axis.frozen is not None:
         state, why = "frozen", axis.frozen
     elif axis.stream and not streams:
         state, why = "residual stream", "needs `streams=True`"
+    about = {"name": axis.name, "units": axis.size, "state": state, "why": why}
+    places: dict[str, list[dict[str, Any]]] = {"writes": [], "rides": [], "reads": []}
+    for site in axis.sites:
+        entries = int((site.units >= 0).sum()) // axis.size
+        places[site.role].append({"tensor": site.tensor, "dims": list(site.dims), "entries": entries})
+    return {**about, "stream": axis.stream, "can_vanish": axis.can_vanish, **places}
 
-    def places(role: Role) -> list[Place]:
-        sites = [s for s in axis.sites if s.role == role]
-        return [Place(s.tensor, s.dims, int((s.units >= 0).sum()) // axis.size) for s in sites]
 
-    lists = places("writes"), places("rides"), places("reads")
-    return AxisView(axis.name, axis.size, state, why, axis.stream, axis.can_vanish, *lists)
-
-
-def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[AxisView]) -> Group:
+def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[dict[str, Any]]) -> Group:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in ("axis", "units", "written by", "along with", "read by", "state"):
         table.add_column(title, overflow="fold")
     table.columns[1].justify = "right"
     for v in views:
-        writers, readers = _layers(v.writes), _layers(v.reads)
-        others = [name for name in _layers(v.rides) if name not in writers]  # a bias goes without saying
-        state = v.state if v.why is None else f"{v.state}: {v.why}"
-        cells = (v.name, f"{v.units:,}", *("\n".join(few(names)) for names in (writers, others, readers)))
-        table.add_row(*map(Text, cells), Text(state, "green" if v.state == "can shrink" else ""))
-    free = [v for v in views if v.state == "can shrink"]
-    lines = [f"{len(free)} of {len(views)} axes can shrink, {sum(v.units for v in free):,} units in all."]
+        writers, readers = _layers(v["writes"]), _layers(v["reads"])
+        others = [name for name in _layers(v["rides"]) if name not in writers]  # a bias goes without saying
+        state = v["state"] if v["why"] is None else f"{v['state']}: {v['why']}"
+        cells = (v["name"], f"{v['units']:,}", *("\n".join(few(names)) for names in (writers, others, readers)))
+        table.add_row(*map(Text, cells), Text(state, "green" if v["state"] == "can shrink" else ""))
+    free = [v["units"] for v in views if v["state"] == "can shrink"]
+    lines = [f"{len(free)} of {len(views)} axes can shrink, {sum(free):,} units in all."]
     if graph.unreached:
         lines.append(f"The example input does not reach {', '.join(few(graph.unreached))}; they stay as they are.")
     title = f"{target}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
     return Group(Text(title, "bold"), table, *map(Text, lines))
 
 
-def _layers(places: Sequence[Place]) -> list[str]:
+def _layers(places: Sequence[dict[str, Any]]) -> list[str]:
     """The layers that own the tensors, `×n` where they see a unit as n entries (a flattened map)."""
-    names = [(p.tensor.rpartition(".")[0] or p.tensor, p.entries if len(p.dims) == 1 else 1) for p in places]
+    names = [
+        (p["tensor"].rpartition(".")[0] or p["tensor"], p["entries"] if len(p["dims"]) == 1 else 1) for p in places
+    ]
     return list(dict.fromkeys(name if entries <= 1 else f"{name} ×{entries}" for name, entries in names))
 
 

@@ -1,6 +1,6 @@
 """The command that trains: `train`. It begins a run in a folder, or takes one up again, and ends with a small network.
 
-The loop is in `training`, and what it leaves on the disk in `folders`; here are the words around it.
+The loop is in `experiments.train`, and what it leaves on the disk in `experiments.store`; here are the words around it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,9 @@ from torch import nn
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from ellzero import page
+from ellzero.cli import opening
 from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json, warn
-from ellzero.cli.opening import (
-    Device,
-    Fields,
-    changes,
-    error_of,
-    find_device,
-    find_recipe,
-    load_data,
-    loading,
-    open_run,
-    override,
-    small_network,
-)
+from ellzero.cli.opening import COMPACT, DataDir, Device, Fields
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.checkpoint import steps
@@ -47,7 +36,7 @@ from ellzero.out.files import FileError
 from ellzero.out.reporting import report
 from ellzero.out.saving import save
 
-COMPACT, _BOARD = "compact.safetensors", "tensorboard"
+_BOARD = "tensorboard"
 
 
 @app.command
@@ -55,7 +44,7 @@ def train(
     recipe: Annotated[str | None, Positional, arg(metavar="RECIPE", help_behavior_hint="")] = None,
     out: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="(default: runs/NAME-seedN)")] = None,
     resume: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
-    data_dir: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    data_dir: DataDir = None,
     device: Device = "auto",
     every: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 1)")] = None,
     save_seconds: Annotated[float, arg(metavar="S")] = 60.0,
@@ -94,51 +83,90 @@ def train(
         raise CommandError(f"`--every` must be at least 1, got {every}")
     if not save_seconds >= 0:
         raise CommandError(f"`--save-seconds` must be at least 0, got {save_seconds}")
-    values = changes(fields)
-    if resume is not None:
-        old = _to_resume(resume, recipe, out, values)
-        chosen, home = old.recipes[0], old.path
-        kind = find_device(device, old.about.get("device"))
-        data_dir = old.about.get("data_dir") if data_dir is None else data_dir
-        every = old.about.get("every") if every is None else every
-    elif recipe is not None:
-        chosen = override(find_recipe(recipe), values)
-        home = Path("runs", f"{chosen.name}-seed{chosen.seed}") if out is None else Path(out)
-        kind = find_device(device)
-        _refuse_old(home)
-    else:
+    values = opening.changes(fields)
+    run = _new(recipe, out, values) if resume is None else _old(resume, recipe, out, values)
+    data_dir = run.about.get("data_dir") if data_dir is None else data_dir
+    watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
+    if tensorboard or (run.path / _BOARD).is_dir():
+        with foreseen(failed=(ImportError,)):
+            watchers.append(TensorBoard(run.path / _BOARD))
+    kind = opening.find_device(device, run.about.get("device"))
+    with _lost_in_words(run.path), parallel.group(kind) as where:
+        _train(run, resume is None, where, data_dir, every or run.about.get("every") or 1, watchers, save_seconds, json)
+
+
+def _new(recipe: str | None, out: str | None, values: dict[str, Any]) -> Folder:
+    """The run that is asked for; its folder is not there yet."""
+    if recipe is None:
         raise CommandError(
             "`RECIPE` must be given, such as `ellzero train demo` (`ellzero recipes` lists them), or `--resume FOLDER`"
         )
-    watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
-    if tensorboard or (home / _BOARD).is_dir():
-        watchers.append(_board(home / _BOARD))
-    with _lost_in_words(home), parallel.group(kind) as where:
-        dataset = load_data(chosen.data, data_dir, where)  # first: a run that cannot begin leaves no folder behind
-        if resume is None:
-            about = {"data_dir": None if data_dir is None else str(Path(data_dir).resolve()), "every": every or 1}
-            _make(home, chosen, {**provenance(where), **about})
-        folder = open_run(str(home))
-        parallel.gathered(None)  # all have opened it, before one may find that the run cannot begin
-        try:
-            with foreseen(bad_usage=(ValueError,)):
-                trainer = run_training(
-                    folder.recipes, dataset, folder, every=every or 1, watchers=watchers, save_seconds=save_seconds
-                )
-        except Stopped as stopped:
-            raise CommandError(f"{stopped}: saved; resume with: {_again(home)}", INTERRUPTED) from stopped
-        except KeyboardInterrupt as error:  # the second one, which does not wait for the step
-            if not (saved := steps(folder.checkpoints)):
-                raise
-            message = f"interrupted; the newest checkpoint is of step {saved[-1]}; resume with: {_again(home)}"
-            raise CommandError(message, INTERRUPTED) from error
-        except (DivergedError, torch.OutOfMemoryError) as error:
-            raise CommandError(str(error), FAILED) from error
-        finally:
-            if resume is None and parallel.rank() == 0:
-                _discard_unbegun(folder)
-        if parallel.rank() == 0:
-            _finish(folder, trainer.network(0), dataset, json)
+    chosen = opening.override(opening.find_recipe(recipe), values)
+    home = Path("runs", f"{chosen.name}-seed{chosen.seed}") if out is None else Path(out)
+    if home.exists() and not home.is_dir():
+        raise CommandError(f"`--out` must be a folder, got the file {str(home)!r}")
+    if (home / "run.json").exists():
+        raise CommandError(
+            f"{str(home)!r} holds a run already: {_again(home)} continues it, another `--out` begins a new one"
+        )
+    return Folder(home, [chosen], {})
+
+
+def _old(path: str, recipe: str | None, out: str | None, values: dict[str, Any]) -> Folder:
+    """The run to go on with, which must be of the recipe that is asked for, if one is."""
+    if out is not None:
+        raise CommandError("`--out` is for a new run, and `--resume` goes on in the run's own folder: give one of them")
+    folder = opening.open_run(path)
+    if len(folder.recipes) > 1:
+        begun = folder.about.get("command")
+        hint = f"; it goes on with the command that began it: {begun}" if begun else ""
+        raise CommandError(f"{path!r} holds a stack of {len(folder.recipes)} runs{hint}")
+    own = folder.recipes[0]
+    asked = opening.override(own if recipe is None else opening.find_recipe(recipe), values)
+    if asked.digest() != own.digest():
+        there, here = own.to_dict(), asked.to_dict()
+        differ = [f"`{k}` is {there[k]} there and {here[k]} here" for k in there if there[k] != here[k] and k != "name"]
+        raise CommandError(
+            f"{path!r} is a run of another recipe: {'; '.join(differ) or 'the same fields in another order'}. "
+            f"`--resume` alone goes on with its own; a run of another recipe needs a folder of its own (`--out`)"
+        )
+    return folder
+
+
+def _train(
+    run: Folder,
+    new: bool,
+    device: torch.device,
+    data_dir: str | None,
+    every: int,
+    watchers: list[AbstractWatcher],
+    save_seconds: float,
+    json: bool,
+) -> None:
+    # First: a run that cannot begin leaves no folder behind.
+    dataset = opening.load_data(run.recipes[0].data, data_dir, device)
+    if new:
+        about = {"data_dir": None if data_dir is None else str(Path(data_dir).resolve()), "every": every}
+        _make(run.path, run.recipes[0], {**provenance(device), **about})
+    folder = opening.open_run(str(run.path))
+    parallel.gathered(None)  # all have opened it, before one may find that the run cannot begin
+    try:
+        with foreseen(bad_usage=(ValueError,), failed=(DivergedError, torch.OutOfMemoryError)):
+            trainer = run_training(
+                folder.recipes, dataset, folder, every=every, watchers=watchers, save_seconds=save_seconds
+            )
+    except Stopped as stopped:
+        raise CommandError(f"{stopped}: saved; resume with: {_again(run.path)}", INTERRUPTED) from stopped
+    except KeyboardInterrupt as error:  # the second one, which does not wait for the step
+        if not (saved := steps(folder.checkpoints)):
+            raise
+        message = f"interrupted; the newest checkpoint is of step {saved[-1]}; resume with: {_again(run.path)}"
+        raise CommandError(message, INTERRUPTED) from error
+    finally:
+        if new and parallel.rank() == 0:
+            _discard_unbegun(folder)
+    if parallel.rank() == 0:
+        _finish(folder, trainer.network(0), dataset, json)
 
 
 @contextmanager
@@ -173,43 +201,6 @@ def _make(home: Path, recipe: Recipe, about: dict[str, Any]) -> None:
         raise CommandError(problem, FAILED)
 
 
-def _to_resume(path: str, recipe: str | None, out: str | None, values: dict[str, Any]) -> Folder:
-    if out is not None:
-        raise CommandError("`--out` is for a new run, and `--resume` goes on in the run's own folder: give one of them")
-    folder = open_run(path)
-    if len(folder.recipes) > 1:
-        begun = folder.about.get("command")
-        hint = f"; it goes on with the command that began it: {begun}" if begun else ""
-        raise CommandError(f"{path!r} holds a stack of {len(folder.recipes)} runs{hint}")
-    own = folder.recipes[0]
-    asked = override(own if recipe is None else find_recipe(recipe), values)
-    if asked.digest() != own.digest():
-        there, here = own.to_dict(), asked.to_dict()
-        differ = [f"`{k}` is {there[k]} there and {here[k]} here" for k in there if there[k] != here[k] and k != "name"]
-        raise CommandError(
-            f"{path!r} is a run of another recipe: {'; '.join(differ) or 'the same fields in another order'}. "
-            f"`--resume` alone goes on with its own; a run of another recipe needs a folder of its own (`--out`)"
-        )
-    return folder
-
-
-def _refuse_old(home: Path) -> None:
-    """Says what to do about a folder that holds a run, before anything is loaded."""
-    if home.exists() and not home.is_dir():
-        raise CommandError(f"`--out` must be a folder, got the file {str(home)!r}")
-    if (home / "run.json").exists():
-        raise CommandError(
-            f"{str(home)!r} holds a run already: {_again(home)} continues it, another `--out` begins a new one"
-        )
-
-
-def _board(home: Path) -> TensorBoard:
-    try:
-        return TensorBoard(home)
-    except ImportError as error:
-        raise CommandError(str(error), FAILED) from error
-
-
 def _discard_unbegun(folder: Folder) -> None:
     """Removes a run that has neither trained a step nor noted anything: it would only be in the way of the next try."""
     with suppress(OSError, FolderError):
@@ -222,14 +213,12 @@ def _discard_unbegun(folder: Folder) -> None:
 # ---------------------------------------------------------------- the end
 
 
-def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> None:
-    recipe: Recipe = folder.recipes[0]
-    file = folder.path / COMPACT
-    small = small_network(network)
+def _finish(folder: Folder, network: nn.Module, dataset: Dataset, json: bool) -> None:
+    recipe, file = folder.recipes[0], folder.path / COMPACT
+    small = opening.small_network(network)
     with foreseen():
         save(small, file)
-    error = error_of(small, recipe, dataset)
-    parameters = sum(p.numel() for p in small.parameters())
+    error, parameters = opening.error_of(small, recipe, dataset), opening.size(small)
     result = (folder.results() or [{}])[0]
     seen = _page(folder, network, dataset)
     worthless = _worthless(folder, error, dataset)
@@ -243,16 +232,15 @@ def _finish(folder: Folder, network: nn.Module, dataset: Any, json: bool) -> Non
     if isinstance(network, Gated):
         show(report(network))
     kind = "compact" if isinstance(network, Gated) else "dense"
-    size = file.stat().st_size / 1e6
     say(
         "",
         *_cut(folder),
         f"Test error of the {kind} network: {error:.2f} % ({parameters:,} parameters).",
-        f"The {kind} network: {file} ({size:.2f} MB)",
+        f"The {kind} network: {file} ({file.stat().st_size / 1e6:.2f} MB)",
         f"Recipe, history, checkpoints, results: {folder.path}",
         f"Page: {seen}" if isinstance(seen, Path) else f"No page: {seen}",
         "In Python:",
-        *(f"    {line}" for line in loading(recipe, file)),
+        *(f"    {line}" for line in opening.loading(recipe, file)),
     )
 
 
@@ -286,7 +274,7 @@ def _cut(folder: Folder) -> list[str]:
     return [f"When the gates had learned, {kept[0]} of {recipe.cost} were kept{error}; {by} made it {kept[1]}."]
 
 
-def _page(folder: Folder, network: nn.Module, dataset: Any) -> Path | str:
+def _page(folder: Folder, network: nn.Module, dataset: Dataset) -> Path | str:
     """The run's page, or why there is none: the run is finished and safe, whatever comes of it."""
     if not page.can_make():
         return str(page.PageMissingError())
@@ -299,6 +287,3 @@ def _page(folder: Folder, network: nn.Module, dataset: Any) -> Path | str:
         return page.write(page.run_page(folder, seen=seen), page.page_file(folder))
     except (FileError, FolderError) as error:
         return str(error)
-
-
-__all__ = ["COMPACT", "train"]

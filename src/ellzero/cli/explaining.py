@@ -1,7 +1,4 @@
-"""The command that writes the page of the method: `method`.
-
-What is on the page is in `page.method`.
-"""
+"""The command that writes the page of the method: `method`. What is on the page is in `page.method`."""
 
 from __future__ import annotations
 
@@ -11,10 +8,8 @@ from typing import Annotated
 
 from tyro.conf import arg
 
+from ellzero import page
 from ellzero.cli.app import FAILED, CommandError, app, foreseen, say
-from ellzero.out.files import write_text
-from ellzero.page.charts import PageMissingError
-from ellzero.page.method import method_page
 
 
 @app.command
@@ -34,13 +29,8 @@ def method(out: Annotated[str, arg(metavar="FILE")] = "method.html", open: bool 
         raise CommandError(f"`--out` must be a file that ends in .html, got {out!r}")
     if file.exists() and not _is_page(file):
         raise CommandError(f"`--out` must be a new file or a page of ellzero's, and {out!r} is something else")
-    try:
-        html = method_page()
-    except PageMissingError as error:
-        raise CommandError(str(error), FAILED) from error
-    with foreseen():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, html)
+    with foreseen(failed=(page.PageMissingError,)):
+        page.write(page.method_page(), file)
     say(str(file))
     if open and not webbrowser.open(file.resolve().as_uri()):
         raise CommandError(f"no browser was found; open {out!r} yourself", FAILED)
