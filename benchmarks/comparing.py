@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain, repeat
 
 import torch
 
 from ellzero.experiments.train.trainer import Trainer
+from ellzero.objectives.latency import interleaved
 
 
 def steps(trainer: Trainer) -> Iterator[torch.Tensor]:
@@ -18,23 +19,16 @@ def steps(trainer: Trainer) -> Iterator[torch.Tensor]:
 
 
 def timed(run: Iterator[torch.Tensor], count: int, device: torch.device) -> float:
-    """Seconds of one step."""
-    started = time.perf_counter()
-    for _ in range(count):
-        next(run)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) / count
+    """Seconds of one step, on average over the next so many."""
+    return interleaved([partial(next, run)], device, rounds=1, warm_up=0, calls=count)[0][0]
 
 
 def compared(
     running: Mapping[str, Iterator[torch.Tensor]], count: int, rounds: int, device: torch.device
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a step of each, and its ratio to "dense", from blocks of so many steps."""
-    taken: dict[str, list[float]] = {kind: [] for kind in running}
-    for _ in range(rounds):
-        for kind, run in running.items():
-            taken[kind].append(timed(run, count, device))
+    blocks = [partial(next, run) for run in running.values()]
+    taken = dict(zip(running, interleaved(blocks, device, rounds=rounds, warm_up=0, calls=count), strict=True))
     out = {}
     for kind, seconds in taken.items():
         ratios = [s / d for s, d in zip(seconds, taken["dense"], strict=True)]

@@ -10,10 +10,9 @@ wall-clock time, beside the ratio of MACs. The gates are set by hand to the arch
 from __future__ import annotations
 
 import argparse
-import itertools
 import platform
 import statistics
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from step_overhead import LeNet5
 from torch import nn
 
 import ellzero as l0
+from ellzero.objectives.latency import interleaved
 
 ARCHITECTURE = {"0": 9, "3": 18, "7": 65, "9": 25}  # conv maps 9 and 18, inputs of the two linear layers 65 and 25
 
@@ -48,13 +48,6 @@ def compacted(model: nn.Module) -> tuple[nn.Module, float]:
     return l0.compact(gated).eval(), left
 
 
-def seconds(model: nn.Module, x: torch.Tensor, runs: int) -> float:
-    start = time.perf_counter()
-    for _ in range(runs):
-        model(x)
-    return time.perf_counter() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=60, help="interleaved pairs of blocks")
@@ -70,12 +63,10 @@ def main() -> None:
     with torch.inference_mode():
         for batch, runs in ((1, 50), (256, 2)):
             x = torch.randn(batch, 1, 28, 28)
-            for model in (dense, small):
-                seconds(model, x, 2 * runs)
-            times = [(seconds(dense, x, runs), seconds(small, x, runs)) for _ in range(options.blocks)]
-            ratios = [2 * s / (d + after) for (d, s), (after, _) in itertools.pairwise(times)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            ms = 1e3 * statistics.median(d for d, _ in times) / runs
+            networks = [partial(model, x) for model in (dense, small)]
+            took, took_small = interleaved(networks, x.device, rounds=options.blocks, warm_up=2, calls=runs)
+            low, middle, high = statistics.quantiles([s / d for s, d in zip(took_small, took, strict=True)], n=4)
+            ms = 1e3 * statistics.median(took)
             print(f"{batch:5} {ms:9.3f} {middle:20.3f} {low:7.3f} – {high:5.3f} {macs:20.3f}", flush=True)
             rows.append(
                 {"batch": batch, "dense_ms": ms, "time_ratio": middle, "quartiles": [low, high], "macs_ratio": macs}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import platform
 import statistics
 import time
@@ -28,6 +27,7 @@ from provenance import write
 from torch import nn
 
 import ellzero as l0
+from ellzero.objectives.latency import interleaved
 
 
 class MLP(nn.Sequential):
@@ -88,25 +88,16 @@ def maybe_compiled(compiled: bool, loss: Callable[[], torch.Tensor]) -> Callable
     return torch.compile(loss) if compiled else loss
 
 
-def cpu_seconds(step: Step, steps: int) -> float:
-    start = time.process_time()
-    for _ in range(steps):
-        step()
-    return time.process_time() - start
-
-
 def ratio(dense: Step, gated: Step, blocks: int, steps: int) -> tuple[float, float, float, float]:
     """Median and quartiles of gated/dense over interleaved blocks, and the dense step in milliseconds."""
-    for step in (dense, gated):
-        cpu_seconds(step, 20)
     gc.collect()
     gc.disable()
-    times = [(cpu_seconds(dense, steps), cpu_seconds(gated, steps)) for _ in range(blocks)]
+    times = interleaved(
+        [dense, gated], torch.device("cpu"), rounds=blocks, warm_up=2, calls=steps, clock=time.process_time
+    )
     gc.enable()
-    # Each gated block is compared with the dense blocks on both sides of it, so that a drift of the machine cancels.
-    ratios = [2 * g / (d + after) for (d, g), (after, _) in itertools.pairwise(times)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return middle, low, high, 1e3 * statistics.median(d for d, _ in times) / steps
+    low, middle, high = statistics.quantiles([g / d for d, g in zip(*times, strict=True)], n=4)
+    return middle, low, high, 1e3 * statistics.median(times[0])
 
 
 def peak_bytes(make: Callable[[], Step]) -> int:

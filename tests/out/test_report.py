@@ -343,7 +343,7 @@ def test_speed_is_measured_on_both_networks(dtype: torch.dtype) -> None:
     assert gated.model.training
     assert speed.ratio == speed.dense_s / speed.compact_s > 0
     assert (speed.batch, speed.threads) == (3, torch.get_num_threads())
-    assert speed.device.startswith("cpu")
+    assert speed.device.startswith("CPU")
     assert f"Measured speed: the compact network runs {speed.ratio:.2f} times as fast" in report.markdown()
     assert max(map(len, str(report).splitlines())) <= 100
 

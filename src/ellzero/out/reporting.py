@@ -8,11 +8,9 @@ up and lays out; what is alive and what it costs is asked of the `Gated` and of 
 from __future__ import annotations
 
 import json
-import platform
 import statistics
-import time
 from abc import ABC
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any, Literal, final
@@ -32,6 +30,7 @@ from ellzero.graph.axes import Axis
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.graph.tracing import batch_size, mode
 from ellzero.objectives.costs import Cost, l0_norm, macs, params
+from ellzero.objectives.latency import device_name, interleaved
 from ellzero.out.compaction import compact
 
 State = Literal["gated", "frozen", "not gated", "closed"]
@@ -334,8 +333,7 @@ def _total(name: str, cost: Cost, gated: Gated) -> Row:
 # ---------------------------------------------------------------- measuring
 
 
-def _measured(gated: Gated, runs: int = 30) -> Speed:
-    """Runs dense and compact in turns, so that whatever else the machine does falls on both alike."""
+def _measured(gated: Gated) -> Speed:
     gated = gated if gated.taken is None else gated.expanded()
     reference = next(p for p in gated.model.parameters() if p.is_floating_point())
     small = compact(gated, verify=False)
@@ -347,31 +345,19 @@ def _measured(gated: Gated, runs: int = 30) -> Speed:
 
     inputs = tree_map(fit, gated.example_inputs)
 
-    def seconds(model: nn.Module) -> float:
-        start = time.perf_counter()
-        model(*inputs[0], **inputs[1])
-        if reference.device.type != "cpu":
-            torch.accelerator.synchronize(reference.device)
-        return time.perf_counter() - start
+    def forward(model: nn.Module) -> Callable[[], object]:
+        return lambda: model(*inputs[0], **inputs[1])
 
     with mode(gated.model, False), mode(small, False):
-        pair = (gated.model, small)
-        taken: tuple[list[float], list[float]] = ([], [])
-        for run in range(-5, runs):  # the first are to warm up
-            for which in (0, 1) if run % 2 else (1, 0):
-                took = seconds(pair[which])
-                if run >= 0:
-                    taken[which].append(took)
-    medians = [statistics.median(t) for t in taken]
-    on_gpu = reference.device.type == "cuda"
-    name = torch.cuda.get_device_name(reference.device) if on_gpu else f"{reference.device.type} ({platform.machine()})"
+        taken = interleaved([forward(gated.model), forward(small)], reference.device)
+    dense_s, compact_s = map(statistics.median, taken)
     return Speed(
-        dense_s=medians[0],
-        compact_s=medians[1],
-        ratio=medians[0] / medians[1],
-        runs=runs,
+        dense_s=dense_s,
+        compact_s=compact_s,
+        ratio=dense_s / compact_s,
+        runs=len(taken[0]),
         batch=batch_size(inputs),
-        device=name,
+        device=device_name(reference.device),
         threads=torch.get_num_threads(),
     )
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import binascii
 import json
-import platform
 import statistics
-import time
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -34,6 +33,7 @@ from ellzero.gates.distributions import HardConcrete
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.objectives import costs
+from ellzero.objectives.latency import device_name, interleaved
 from ellzero.out.compaction import CompactionError, compact
 from ellzero.out.reporting import Report, report
 
@@ -314,25 +314,14 @@ def measure(dense: nn.Module, small: nn.Module, example: Tensor, budget: float =
             if rows and rows[0]["dense_s"] * batch * 3 > budget:  # as if nothing were gained by the batch
                 continue
             x = example[:1].expand(batch, *example.shape[1:]).contiguous()
-            taken: tuple[list[float], list[float]] = ([], [])
-            begun = time.perf_counter()
-            for turn in range(-2, 40):  # the first are to warm up
-                for which in (0, 1) if turn % 2 else (1, 0):
-                    start = time.perf_counter()
-                    (dense, small)[which](x)
-                    if device.type != "cpu":
-                        torch.accelerator.synchronize(device)
-                    if turn >= 0:
-                        taken[which].append(time.perf_counter() - start)
-                if turn >= 2 and time.perf_counter() - begun > budget / 2:
-                    break
-            medians = [statistics.median(t) for t in taken]
-            rows.append({"batch": batch, "dense_s": medians[0], "compact_s": medians[1], "runs": len(taken[0])})
-    on_gpu = device.type == "cuda"
+            turns = [partial(model, x) for model in (dense, small)]
+            taken = interleaved(turns, device, rounds=40, warm_up=2, budget=budget / 2)
+            dense_s, compact_s = map(statistics.median, taken)
+            rows.append({"batch": batch, "dense_s": dense_s, "compact_s": compact_s, "runs": len(taken[0])})
     return {
         "format": "ellzero.latency",
         "format_version": 1,
-        "device": torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "rows": rows,

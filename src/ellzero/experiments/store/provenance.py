@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ellzero.objectives.latency import device_name
 from ellzero.out.saving import installed_version
 
 
@@ -32,13 +33,12 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
         >>> about["torch"] == torch.__version__, about["device"].startswith("CPU")
         (True, True)
     """
-    where = torch.device(device)
     return {
         "commit": _commit() or os.environ.get("COMMIT"),
         "ellzero": installed_version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU {platform.machine()}",
+        "device": device_name(torch.device(device)),
         "date": datetime.date.today().isoformat(),
         "command": _command(sys.argv),
     }
