@@ -283,7 +283,7 @@ def test_a_wrong_value_under_a_pattern_names_the_pattern() -> None:
         ("louizos-mlp", {"finalize": True}, "`finalize` must be False without `at_most`, its target, got True"),
         ("louizos-mlp", {"target_warmup": 0.5}, "`target_warmup` must be 0.0 without `at_most`"),
         ("wrn-cifar10", {"finetune_epochs": 1}, "`finetune_epochs` must be 0 without gates"),
-        ("gallego-mlp", {"kp": 1.0}, "`kp` must be 0.0 with `dual` 'ascent': it is a gain of 'nupi', got 1.0"),
+        ("gallego-mlp", {"kp": 1.0}, "`kp` must be 0.0 with `dual` 'ascent': it belongs to 'nupi', got 1.0"),
         ("gallego-mlp", {"nu": 0.5}, "`nu` must be 0.0 with `dual` 'ascent'"),
         ("gallego-mlp", {"nesterov": True}, "`nesterov` must be False without SGD"),
         (
@@ -294,7 +294,7 @@ def test_a_wrong_value_under_a_pattern_names_the_pattern() -> None:
         ("louizos-mlp", {"cost": "macs"}, '`cost` must be "l0_norm" with `penalty`, which weighs no other, got "macs"'),
         ("gallego-mlp", {"milestones": (60,)}, "`decay` must be less than 1 with `milestones`"),
         ("demo", {"dual_lr": 0.1}, "`dual_lr` must be absent with `dual` 'auto'"),
-        ("demo", {"kp": 0.1}, "`kp` must be 0.0 with `dual` 'auto': it is a gain of 'nupi', got 0.1"),
+        ("demo", {"kp": 0.1}, "`kp` must be 0.0 with `dual` 'auto': it belongs to 'nupi', got 0.1"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(base: str, changes: dict[str, Any], message: str) -> None:

@@ -66,22 +66,10 @@ def get(name: str) -> Recipe:
 
 def _papers() -> Iterable[Recipe]:
     mlp = {"fc1": 0.2, "fc2": 0.5, "fc3": 0.5}
-    louizos = Recipe(  # Louizos et al. (2018), section 4.1, and their code
-        name="louizos-mlp",
-        network="lenet300",
-        data="mnist",
-        init="2018",
-        placement="per_layer",
-        drop_rates=mlp,
-        rule="noiseless",
-        penalty=0.1,
-        optimizer="adam",
-        lr=1e-3,
-        batch=100,
-        epochs=200,
-        ema=0.999,
-        scaling="unit",
-    )
+    # Louizos et al. (2018), section 4.1, and their code: 200 epochs of Adam at 1e-3 and 100 images, as by default.
+    adam = {"epochs": 200, "lr": 1e-3, "batch": 100, "ema": 0.999, "scaling": "unit"}
+    gates = {"placement": "per_layer", "drop_rates": mlp, "rule": "noiseless", "penalty": 0.1}
+    louizos = Recipe.from_dict({"name": "louizos-mlp", "network": "lenet300", "data": "mnist", **gates, **adam})
     yield louizos
     # The paper does not give its λs for the MLP, nor does any later one. These are ours, between points of the grid of
     # reproductions/search_mlp_sep.py, picked to come close to the published 266-88-33.
@@ -91,20 +79,10 @@ def _papers() -> Iterable[Recipe]:
     # As Li & Ji (2019, L0-ARM) give them; the paper itself names 10 and 0.5, for the convolutions.
     yield lenet.override(name="louizos-lenet5-sep", penalty={"conv1": 10, "conv2": 0.5, "fc1": 0.1, "fc2": 10})
 
-    gallego = louizos.override(  # Gallego-Posada et al. (2021), section 4, and their code
-        name="gallego-mlp",
-        init="2021",
-        rule="median",
-        penalty=None,
-        at_most=0.33,
-        dual="ascent",
-        dual_lr=1e-4,
-        restarts=True,
-        lr=7e-4,
-        batch=128,
-        ema=None,
-        scaling="standard",
-    )
+    # Gallego-Posada et al. (2021), section 4, and their code
+    constraint = {"penalty": None, "at_most": 0.33, "dual": "ascent", "dual_lr": 1e-4, "restarts": True}
+    adam = {"epochs": 200, "lr": 7e-4, "batch": 128, "ema": None, "scaling": "standard"}
+    gallego = louizos.override(name="gallego-mlp", init="2021", rule="median", **constraint, **adam)
     yield gallego
     yield gallego.override(name="gallego-mlp-layers", at_most={"fc1": 0.3, "fc2": 0.3, "fc3": 0.3})
     lenet = gallego.override(name="gallego-lenet5", network="lenet5", drop_rates={"*": 0.5}, at_most=0.1)
@@ -119,42 +97,21 @@ def _wide() -> Iterable[Recipe]:
     `per_layer` cannot tell the writers of a residual stream apart, and `shrinkable` finds one axis more, the maps of
     the first convolution. "blocks" has the papers' gates, and counts for a map the weights that write it, as they do.
     """
-    dense = Recipe(  # Zagoruyko & Komodakis (2016)
-        name="wrn-cifar10",
-        network="wrn-28-10",
-        data="cifar10",
-        placement=None,
-        optimizer="sgd",
-        lr=0.1,
-        momentum=0.9,
-        nesterov=True,
-        milestones=(60, 120, 160),
-        decay=0.2,
-        l2=5e-4,
-        batch=128,
-        epochs=200,
-        scaling="standard",
-        augment=True,
-        precision="bfloat16",
-        channels_last=True,
-    )
+    # Zagoruyko & Komodakis (2016)
+    sgd = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "l2": 5e-4, "batch": 128, "epochs": 200}
+    drops = {"milestones": (60, 120, 160), "decay": 0.2}
+    images = {"scaling": "standard", "augment": True, "precision": "bfloat16", "channels_last": True}
+    what = {"name": "wrn-cifar10", "network": "wrn-28-10", "data": "cifar10", "placement": None}
+    dense = Recipe.from_dict({**what, **sgd, **drops, **images})
     # Louizos et al. (2018), section 4.2: their own L2 on gated weights, ÷ 0.7. Not so the gates' learning rate: at that
     # of the weights, as there, the penalty moves log α by 0.24 in 200 epochs at most, and closing a gate takes 3.25.
     louizos = dense.override(
         placement="blocks", drop_rates={"*": 0.3}, penalty=0.001, gate_lr=6.0, l2_gated_factor=1 / 0.7, ema=0.99
     )
-    gallego = dense.override(  # the 2022 code of Gallego-Posada et al.: gates by SGD of their own, never decayed
-        init="2021",
-        placement="blocks",
-        drop_rates={"*": 0.3},
-        rule="median",
-        at_most=_blocks(0.7),
-        dual="ascent",
-        dual_lr=7e-4,
-        gate_lr=6.0,
-        decay_gates=False,
-        detach_l2=True,
-    )
+    # The 2022 code of Gallego-Posada et al.: gates by SGD of their own, never decayed.
+    gates = {"placement": "blocks", "drop_rates": {"*": 0.3}, "rule": "median", "gate_lr": 6.0, "decay_gates": False}
+    constraint = {"at_most": _blocks(0.7), "dual": "ascent", "dual_lr": 7e-4}
+    gallego = dense.override(init="2021", detach_l2=True, **gates, **constraint)
     averaged = {"settle_at": 5, "milestones": (60,), "ema": 0.9999, "recalibrate": True}
     for data in ("cifar10", "cifar100"):
         yield dense.override(name=f"wrn-{data}", data=data)
@@ -178,25 +135,11 @@ def _blocks(at_most: float) -> dict[str, float]:
 
 def _budgets() -> Iterable[Recipe]:
     """A constraint on what is kept, the controller that sets itself, a projection onto the target and a fine-tune."""
-    mlp = Recipe(
-        name="budget-mlp",
-        network="lenet300",
-        data="mnist",
-        placement="per_layer",
-        drop_rates={"*": 0.2},
-        cost="params",
-        at_most=0.1,
-        on="kept",
-        dual="auto",
-        target_warmup=0.5,
-        lr=1e-3,
-        gate_lr=1e-2,
-        batch=128,
-        epochs=40,
-        finalize=True,
-        finetune_epochs=10,
-        recalibrate=True,
-    )
+    what = {"name": "budget-mlp", "network": "lenet300", "data": "mnist", "placement": "per_layer"}
+    target = {"cost": "params", "at_most": 0.1, "on": "kept", "dual": "auto", "target_warmup": 0.5}
+    steps = {"drop_rates": {"*": 0.2}, "lr": 1e-3, "gate_lr": 1e-2, "batch": 128, "epochs": 40}
+    end = {"finalize": True, "finetune_epochs": 10, "recalibrate": True}
+    mlp = Recipe.from_dict({**what, **target, **steps, **end})
     yield mlp
     lenet = mlp.override(name="budget-lenet5", network="lenet5", cost="macs")
     yield lenet

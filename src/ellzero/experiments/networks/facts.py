@@ -53,12 +53,9 @@ _KNOWN: list[tuple[str, str, Callable[[re.Match[str]], Network | None]]] = []
 
 
 def register(pattern: str, describe: Callable[[re.Match[str]], Network | None], typed: str | None = None) -> None:
-    """Makes a network, or a family of them, known to `find`.
+    """Makes the networks whose names match a pattern known to `find`; `typed` says in words what to type for one.
 
-    Args:
-        pattern: regular expression that the whole name matches.
-        describe: from the match to the network; None if there is none of that name after all.
-        typed: what to type for it, in words; the pattern in quotes if absent.
+    `describe` gives the network of a match, or None if there is none of that name after all.
     """
     _KNOWN.append((pattern, typed or f'"{pattern}"', describe))
 

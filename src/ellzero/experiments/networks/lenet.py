@@ -13,17 +13,7 @@ from ellzero.experiments.networks.facts import Network, register
 
 @final
 class LeNet300(nn.Module):
-    """LeNet-300-100 (LeCun et al., 1998): a perceptron with 300 and 100 hidden units, 266,610 parameters.
-
-    Args:
-        classes: number of outputs.
-
-    Example:
-        >>> import torch
-        >>> net = LeNet300()
-        >>> net(torch.zeros(2, 1, 28, 28)).shape
-        torch.Size([2, 10])
-    """
+    """LeNet-300-100 (LeCun et al., 1998): a perceptron with 300 and 100 hidden units, 266,610 parameters."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()
@@ -41,17 +31,7 @@ class LeNet300(nn.Module):
 
 @final
 class LeNet5(nn.Module):
-    """LeNet-5 as Caffe has it: 20 and 50 maps, each pooled, then 500 units; 431,080 parameters, 2.293 M MACs.
-
-    Args:
-        classes: number of outputs.
-
-    Example:
-        >>> import torch
-        >>> net = LeNet5()
-        >>> net(torch.zeros(2, 1, 28, 28)).shape
-        torch.Size([2, 10])
-    """
+    """LeNet-5 as Caffe has it: 20 and 50 maps, each pooled, then 500 units; 431,080 parameters, 2.293 M MACs."""
 
     def __init__(self, classes: int = 10) -> None:
         super().__init__()

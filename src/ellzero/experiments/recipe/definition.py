@@ -1,7 +1,7 @@
 """What a recipe is and says, and how it is read from text and written to it.
 
 A `Recipe` is plain data (strings, numbers, dictionaries of numbers): it can be read from a TOML file, overridden field
-by field, stored beside a result and compared. This file knows of no field by itself but of those that it speaks of.
+by field, stored beside a result and compared. Which fields there are is in `table`.
 """
 
 import difflib
@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Self, final
 
 from ellzero.experiments import networks
@@ -113,12 +114,6 @@ class Recipe(Fields):
 
         Raises:
             ValueError: there is no such field, one without a default is missing, or the values are no recipe.
-
-        Example:
-            >>> from ellzero.experiments.papers import get
-            >>> demo = get("demo")
-            >>> Recipe.from_dict(json.loads(json.dumps(demo.to_dict()))) == demo
-            True
         """
         refuse_unknown(values)
         missing = [f"`{name}`" for name, known in FIELDS.items() if known.required and name not in values]
@@ -134,12 +129,10 @@ class Recipe(Fields):
             >>> print(get("gallego-mlp").to_toml().splitlines()[6])
             drop_rates = {"fc1" = 0.2, "fc2" = 0.5, "fc3" = 0.5}
         """
-        # JSON is TOML, but for the sign between a key and its value.
-        lines = (
-            f"{name} = {json.dumps('none' if value is None else value, ensure_ascii=False, separators=(', ', ' = '))}\n"
-            for name, value in self.to_dict().items()
-        )
-        return "".join(lines)
+        told = {name: "none" if value is None else value for name, value in self.to_dict().items()}
+        # JSON is TOML here, but for the sign between a key and its value.
+        dumps = partial(json.dumps, ensure_ascii=False, separators=(", ", " = "))
+        return "".join(f"{name} = {dumps(value)}\n" for name, value in told.items())
 
     def digest(self) -> str:
         """A hash of all that changes the result: every field but the name. The order of patterns counts.
@@ -150,12 +143,9 @@ class Recipe(Fields):
             >>> demo.digest() == demo.override(name="mine").digest() != demo.override(seed=1).digest()
             True
         """
-        values = [
-            (name, list(value.items()) if isinstance(value, dict) else value)
-            for name, value in sorted(self.to_dict().items())
-            if name != "name"
-        ]
-        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+        values = sorted(self.to_dict().items())
+        told = [(n, list(v.items()) if isinstance(v, dict) else v) for n, v in values if n != "name"]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

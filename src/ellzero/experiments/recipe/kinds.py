@@ -1,7 +1,7 @@
 """What a field is made of: its kind of value, what must hold between it and others, and the check of a value.
 
-Ours and not msgspec's or pydantic's: their messages do not say what a value must be in our words, so that each would
-have to be written anew, and neither is on every machine with a GPU. This file knows no recipe.
+Our own, because msgspec and pydantic say in their words what a value must be, and know no relations between fields.
+This file knows no recipe.
 """
 
 import sys

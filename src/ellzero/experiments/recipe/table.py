@@ -5,7 +5,7 @@ recipe is in `definition`.
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ellzero.experiments import networks
@@ -31,20 +31,24 @@ _NAME = Range(
 _NETWORK = Range(networks.names(), lambda word: networks.lookup(word) is not None)
 _DATA = Range(" or ".join(f'"{name}"' for name in KNOWN), KNOWN.__contains__)
 
-_LOOSE = Needs(lambda r: r.placement is not None, "without gates (`placement`)")
-_GATES = replace(_LOOSE, strict=True)
-_TARGET = Needs(lambda r: r.at_most is not None, "without `at_most`")
-_GATED_L2 = Needs(lambda r: r.placement is not None and r.l2 > 0, "without gates and `l2`")
-_EVENTS = Needs(lambda r: bool(r.shrink_at), "without `shrink_at`")
+# What several fields need, to act or (`strict`) to make sense. In all rules `r` is the recipe.
+_GATES = Needs(lambda r: r.placement is not None, "without gates (`placement`)", strict=True)
+_TARGET = Needs(lambda r: r.at_most is not None, "without `at_most`, its target", strict=True)
+_NUPI = Needs(lambda r: r.dual == "nupi", "with `dual` {dual!r}: it belongs to 'nupi'", strict=True)
+_ON_GATES = Needs(_GATES.acts, _GATES.words)
+_ON_TARGET = Needs(_TARGET.acts, "without `at_most`")
+_ON_GATED_L2 = Needs(lambda r: r.placement is not None and r.l2 > 0, "without gates and `l2`")
+_AT_EVENTS = Needs(lambda r: bool(r.shrink_at), "without `shrink_at`")
+_TOO_LATE = "after the last of {epochs} epochs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """What a `Recipe` has. In a rule, `r` is the recipe."""
+    """What a `Recipe` has, in the order in which it is shown and stored."""
 
     name: Annotated[str, _NAME, 'what the run is called; letters, digits, ".", "_" and "-".']
     # what is trained
-    network: Annotated[str, _NETWORK, f"{networks.names()}."]
+    network: Annotated[str, _NETWORK, f"{_NETWORK.words}."]
     data: Annotated[
         str,
         _DATA,
@@ -70,12 +74,12 @@ class Fields:
     drop_rates: Annotated[
         dict[str, Inside],
         "p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).",
-        _LOOSE,
+        _ON_GATES,
     ] = field(default_factory=lambda: {"*": 0.5})
     rule: Annotated[
         Literal["noiseless", "median"],
         'the gate at test time: "noiseless" (Louizos et al., eq. 13) or "median".',
-        _LOOSE,
+        _ON_GATES,
     ] = "noiseless"
     # objective
     penalty: Annotated[
@@ -87,7 +91,7 @@ class Fields:
         Literal["l0_norm", "params", "macs"],
         'what the constraint bounds: "l0_norm", "params" or "macs".',
         Needs(lambda r: r.penalty is None, "with `penalty`, which weighs no other", strict=True),
-        _TARGET,
+        _ON_TARGET,
     ] = "l0_norm"
     at_most: Annotated[
         Share | dict[str, Share] | None,
@@ -103,46 +107,36 @@ class Fields:
         ),
     ] = None
     on: Annotated[
-        Literal["expected", "kept"], 'whether the multipliers follow the "expected" or the "kept" cost.', _TARGET
+        Literal["expected", "kept"], 'whether the multipliers follow the "expected" or the "kept" cost.', _ON_TARGET
     ] = "expected"
     dual: Annotated[
         Literal["auto", "ascent", "nupi", "extrapolation"],
-        'how they do: "auto" (`objectives.ExponentiatedAscent`, as fast as run and gates allow), "ascent", "nupi" or '
-        '"extrapolation".',
-        _TARGET,
+        'how they do: "auto" (as fast as run and gates allow), "ascent", "nupi" or "extrapolation".',
+        _ON_TARGET,
     ] = "auto"
     dual_lr: Annotated[
         Positive | None,
         'their step, the integral gain of "nupi"; 1e-4 if absent. Must be absent with "auto".',
         Needs(lambda r: r.dual != "auto", "with `dual` 'auto', which finds its own", strict=True),
-        _TARGET,
+        _ON_TARGET,
     ] = None
     restarts: Annotated[
         bool,
         'with "ascent", whether a multiplier is set to zero where its constraint holds.',
         Needs(lambda r: r.at_most is not None and r.dual == "ascent", 'but with `dual` "ascent"'),
     ] = True
-    kp: Annotated[
-        NotNegative,
-        'the proportional gain of "nupi".',
-        Needs(lambda r: r.dual == "nupi", "with `dual` {dual!r}: it is a gain of 'nupi'", strict=True),
-    ] = 0.0
-    nu: Annotated[
-        float,
-        Range("a number in (-1, 1)", lambda x: -1 < x < 1),
-        'the smoothing of "nupi".',
-        Needs(lambda r: r.dual == "nupi", "with `dual` {dual!r}: it belongs to 'nupi'", strict=True),
-    ] = 0.0
+    kp: Annotated[NotNegative, 'the proportional gain of "nupi".', _NUPI] = 0.0
+    nu: Annotated[float, Range("a number in (-1, 1)", lambda x: -1 < x < 1), 'the smoothing of "nupi".', _NUPI] = 0.0
     target_warmup: Annotated[
         float,
         Range("a fraction of the epochs in [0, 1]", lambda x: 0 <= x <= 1),
         "over which fraction of the epochs with gates that learn the target comes down from 1; 0 for at once.",
-        Needs(_TARGET.acts, "without `at_most`, the target that would come down", strict=True),
+        _TARGET,
     ] = 0.0
     # optimization
     optimizer: Annotated[Literal["adam", "sgd"], '"adam" or "sgd", for weights and gates.'] = "adam"
     lr: Annotated[Positive, "learning rate of the weights."] = 1e-3
-    gate_lr: Annotated[Positive | None, "learning rate of the gates; none for that of the weights.", _LOOSE] = None
+    gate_lr: Annotated[Positive | None, "learning rate of the gates; none for that of the weights.", _ON_GATES] = None
     momentum: Annotated[Rate, 'of "sgd".', Needs(lambda r: r.optimizer == "sgd", 'but with `optimizer` "sgd"')] = 0.9
     nesterov: Annotated[
         bool,
@@ -170,59 +164,54 @@ class Fields:
     l2: Annotated[
         NotNegative, 'of ½·l2·‖w‖², which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.'
     ] = 0.0
-    l2_gated_factor: Annotated[NotNegative, "`l2` is multiplied by it for gated weights.", _GATED_L2] = 1.0
-    detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _GATED_L2] = False
+    l2_gated_factor: Annotated[NotNegative, "`l2` is multiplied by it for gated weights.", _ON_GATED_L2] = 1.0
+    detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _ON_GATED_L2] = False
     batch: Annotated[Count, "images in a batch."] = 100
     epochs: Annotated[Count, "with gates that learn."] = 200
     ema: Annotated[
         Inside | None,
-        "decay of the averaged parameters (bias-corrected), which evaluation uses then; none without averaging. Where "
-        "gates settle, what comes after that is averaged.",
+        "decay of averaged parameters (bias-corrected) for evaluation, none without; begins anew where gates settle.",
     ] = None
     scaling: Annotated[
         Literal["unit", "standard"], '"unit" for pixels in [0, 1], "standard" for mean 0 and deviation 1.'
     ] = "standard"
     augment: Annotated[bool, "whether images are padded by 4, cropped at random and mirrored."] = False
-    samples: Annotated[Count, "L of eq. 9, draws of the gates for each batch.", _LOOSE] = 1
+    samples: Annotated[Count, "L of eq. 9, draws of the gates for each batch.", _ON_GATES] = 1
     extra_gradient: Annotated[
         bool,
-        "whether every step is taken with the gradient at a look-ahead (Korpelevich, 1976), of weights, gates and "
-        "multipliers; at two gradients a step.",
+        "whether a step has the gradient at a look-ahead (Korpelevich, 1976), which doubles the gradients to take.",
     ] = False
     # smaller on the way
     shrink_at: Annotated[
         Epochs,
-        "epochs after which units that have been closed for long are taken out for good; those after `epochs` never "
-        "come.",
-        Needs(_GATES.acts, "without gates (`placement`), which say what can be taken out", strict=True),
-        Needs(lambda r: max(r.shrink_at, default=0) <= r.epochs, "after the last of {epochs} epochs"),
+        "epochs after which units that have been closed for long are taken out for good; none come after `epochs`.",
+        _GATES,
+        Needs(lambda r: max(r.shrink_at, default=0) <= r.epochs, _TOO_LATE),
         Rule(
             lambda r: min(r.shrink_at, default=r.shrink_checks) >= r.shrink_checks,
             "must begin at epoch {shrink_checks} or later, after `shrink_checks` checks, got {shrink_at}",
         ),
     ] = ()
     shrink_checks: Annotated[
-        Count, "at how many ends of an epoch in a row the test-time gate must have been zero for that.", _EVENTS
+        Count, "at how many ends of an epoch in a row the test-time gate must have been zero for that.", _AT_EVENTS
     ] = 3
     shrink_multiple: Annotated[
         Count | None,
-        "widths are rounded up to a multiple of it, the most probable of these units staying; none for 32 on a GPU, "
-        "where other widths are slower, and 1 elsewhere.",
+        "widths are rounded up to a multiple of it by the most probable units; none for 32 on a GPU, 1 elsewhere.",
         Needs(lambda r: bool(r.shrink_at) or r.settles, "without `shrink_at` or `settle_at`"),
     ] = None
     shrink_gain: Annotated[
         Rate,
-        "an event that takes out a smaller share of the present MACs is skipped; so is one after which too few steps "
-        "come to save what compiling takes.",
-        _EVENTS,
+        "an event is skipped that takes out a smaller share of the MACs, or comes too late to pay for compiling anew.",
+        _AT_EVENTS,
     ] = 0.1
     settle_at: Annotated[
         Count | None,
         "epoch after which the gates settle: units are closed, or opened, until the kept cost is just within "
         "`at_most`; what is closed is taken out for good, the other gates are folded into the weights, which train on "
         "alone. None, or an epoch after `epochs`, for gates that learn to the end.",
-        Needs(_GATES.acts, "without gates (`placement`), which could settle", strict=True),
-        Needs(lambda r: r.settles, "after the last of {epochs} epochs"),
+        _GATES,
+        Needs(lambda r: r.settles, _TOO_LATE),
         Rule(
             lambda r: r.settle_at is None or r.settle_at > max(r.shrink_at, default=0),
             "must come after `shrink_at`, got {settle_at} and {shrink_at}",
@@ -230,21 +219,17 @@ class Fields:
     ] = None
     # the end
     finalize: Annotated[
-        bool,
-        "whether units are closed at the end until the kept cost is within `at_most`.",
-        Needs(_TARGET.acts, "without `at_most`, its target", strict=True),
+        bool, "whether units are closed at the end until the kept cost is within `at_most`.", _TARGET
     ] = False
     finetune_epochs: Annotated[
         CountOrZero,
-        "further epochs after `epochs`, and after `finalize`, with fixed gates and learning rates that fall to zero on "
-        "a line.",
-        Needs(_GATES.acts, "without gates (`placement`): they are epochs with fixed gates", strict=True),
+        "further epochs, after `finalize`, with fixed gates and learning rates that fall to zero on a line.",
+        _GATES,
         Needs(lambda r: r.settle_at is None, "with `settle_at`, after which the weights train alone", strict=True),
     ] = 0
     recalibrate: Annotated[
         bool,
-        "whether batch-norm statistics are gathered anew for evaluation, with the parameters that it uses and the "
-        "gates as they are at test time.",
+        "whether batch-norm statistics are gathered anew for evaluation, with its parameters and test-time gates.",
         Needs(lambda r: r.facts.has_batch_norm, "for {network!r}, which has no batch norm"),
     ] = False
     # how it is run
