@@ -1,5 +1,6 @@
 """What commands say about networks and recipes, run as it is printed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import ellzero as l0
 from ellzero.cli.opening import loading
 from ellzero.experiments import data, networks
 from ellzero.experiments.papers import get
+from support import ROOT
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,9 @@ def test_the_printed_python_loads_the_compact_network(name: str, network: str, t
     known = {"images": dataset.test_x}
     exec("\n".join(loading(recipe, tmp_path / "small.safetensors")), known)
     torch.testing.assert_close(known["logits"], small(x), rtol=0, atol=0)
+
+
+def test_the_page_says_what_is_printed() -> None:
+    shown = re.search(r"`(ellzero\.load\(.*?\))`", (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8"))
+    assert shown is not None
+    assert shown[1] in "\n".join(loading(get("demo"), Path("small.safetensors")))

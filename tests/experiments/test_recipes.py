@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ellzero as l0
-from ellzero.experiments import networks as zoo
+from ellzero.experiments import networks
 from ellzero.experiments.papers import RECIPES, get, load_toml
 from ellzero.experiments.recipe import FIELDS, Recipe, from_strings
 from ellzero.experiments.recipe.kinds import checked
-from ellzero.experiments.train.building import WHERE
+from ellzero.experiments.train.building import where
 
 # ---------------------------------------------------------------- the papers' rows
 
@@ -50,13 +50,17 @@ def test_rows_of_table_1_are_as_published(name: str) -> None:
         assert (recipe.penalty, recipe.at_most) == ((strength, None) if protocol is PENALISED else (None, strength))
 
 
+FOUND: dict[tuple[str, str | None], dict[str, int]] = {}
+
+
 def gates(recipe: Recipe) -> dict[str, int]:
-    """Names and numbers of the gates that a recipe asks for, on a small network of its kind."""
-    x = torch.zeros(2, 3, 32, 32) if recipe.network.startswith("wrn") else torch.zeros(2, 1, 28, 28)
-    nets = {"lenet300": zoo.LeNet300, "lenet5": zoo.LeNet5}
-    net = nets[recipe.network]() if recipe.network in nets else zoo.WideResNet(28, 1)
-    where = WHERE[recipe.placement or ""]
-    return {name: gate.shape.numel() for name, gate in l0.attach(net, (x,), where=where).named_gates()}
+    """Names and numbers of the gates that a recipe asks for, on a narrow network of its kind."""
+    key = recipe.network.replace("-28-10", "-28-1"), recipe.placement
+    if key not in FOUND:
+        facts = networks.find(key[0])
+        gated = l0.attach(facts.make(10), (torch.zeros(2, *facts.images),), where=where(recipe))
+        FOUND[key] = {name: gate.shape.numel() for name, gate in gated.named_gates()}
+    return FOUND[key]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train import building
 from ellzero.experiments.train.building import architecture
 from ellzero.experiments.train.loop import Stopped, restore, train
 from ellzero.experiments.train.trainer import Trainer
@@ -639,7 +638,7 @@ def test_two_processes_shrink_alike(tmp_path: Path) -> None:
 
 
 def test_gates_on_blocks_are_those_of_the_papers() -> None:
-    gated = l0.attach(WideResNet(28, 2), torch.zeros(2, 3, 32, 32), where=building.WHERE["blocks"])
+    gated = l0.attach(WideResNet(28, 2), torch.zeros(2, 3, 32, 32), where=l0.per_layer(only="blocks.*.conv1"))
     sizes = {name: gate.shape.numel() for name, gate in gated.named_gates()}
     hidden = [16 * 2] * 4 + [32 * 2] * 4 + [64 * 2] * 4
     assert sizes == {f"blocks.{k}.conv1": n for k, n in enumerate(hidden)}

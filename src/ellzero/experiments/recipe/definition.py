@@ -99,7 +99,7 @@ class Recipe(Fields):
         return self.epochs if self.settle_at is None else min(self.settle_at, self.epochs)
 
     def _said(self, words: str) -> str:
-        fitting = [f'"{name}"' for name, known in KNOWN.items() if len(known.mean) == self.facts.images[0]]
+        fitting = [f'"{name}"' for name, known in KNOWN.items() if known.shape == self.facts.images]
         return words.format(**self.to_dict(), fitting=" or ".join(fitting))
 
     # ---- as plain data ----------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Fields:
         str,
         _DATA,
         f"{_DATA.words}.",
-        Rule(lambda r: len(KNOWN[r.data].mean) == r.facts.images[0], "must be {fitting} for {network!r}, got {data!r}"),
+        Rule(lambda r: KNOWN[r.data].shape == r.facts.images, "must be {fitting} for {network!r}, got {data!r}"),
     ]
     init: Annotated[Literal["2018", "2021"], "how weights are drawn: as the paper of that year does."] = "2018"
     dropout: Annotated[

@@ -19,16 +19,18 @@ from ellzero.gated import placements
 from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated
 
-WHERE: dict[str, placements.Where] = {
-    "shrinkable": placements.shrinkable(),
-    "per_layer": placements.per_layer(),
-    "blocks": placements.per_layer(only="blocks.*.conv1"),
-}
-
 
 def network(recipe: Recipe, classes: int) -> nn.Module:
     """The network that a recipe names, without gates."""
-    return networks.find(recipe.network).make(classes, recipe.dropout)
+    return recipe.facts.make(classes, recipe.dropout)
+
+
+def where(recipe: Recipe) -> placements.Where:
+    """Where the gates of a recipe go, if it has any."""
+    if recipe.placement == "shrinkable":
+        return placements.shrinkable()
+    only = recipe.facts.blocks if recipe.placement == "blocks" else None
+    return placements.per_layer(only=only or "*")
 
 
 def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated | None, nn.Module]:
@@ -39,7 +41,7 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated
     if recipe.placement is not None:
         rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
         makers = {p: partial(gates.HardConcreteGate, drop_rate=r, rule=rule) for p, r in recipe.drop_rates.items()}
-        gated = attach(model, (scaled(dataset.train_x[:2].cpu()),), gate=makers, where=WHERE[recipe.placement])
+        gated = attach(model, (scaled(dataset.train_x[:2].cpu()),), gate=makers, where=where(recipe))
     if recipe.init == "2018":
         networks.initialize_2018(model)
     else:
