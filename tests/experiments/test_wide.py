@@ -15,8 +15,6 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_page import embedded, text_of
-from test_progress import lines
 from test_reproduce import Breaker
 from test_reproductions import known, module
 
@@ -37,6 +35,7 @@ from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
 from ellzero.page import run_page
 from support.networks import assert_same
+from support.pages import embedded, lines, text_of
 
 NAME = module("wrn_cifar10").CONSTRAINED.format(20)
 STEPS = 512 // 128

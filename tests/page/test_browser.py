@@ -3,53 +3,29 @@ run's json and of `distributions`. Skipped where no browser is installed.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
-from test_progress import RECIPE, begun
 
-from ellzero.cli import main
-from ellzero.experiments.data import stand_in
-from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train.loop import train
 from ellzero.gates.distributions import BinaryConcrete, HardConcrete
-from ellzero.page.method import method_page
-from ellzero.page.run import run_page
-from ellzero.page.runs import runs_page
-from support import browser as driving
-from support.browser import PATIENCE, Browser, BrowserError, Tab
+from ellzero.page import method_page, run_page, runs_page
+from support.browser import Browser, BrowserError, Tab, find
+from support.finished import copied
+from support.pages import shrunk_run, small, small_run
 
-PROGRAM = driving.find()
 pytestmark = [
-    pytest.mark.skipif(PROGRAM is None, reason="no browser is installed (chromium, or another by $ELLZERO_BROWSER)"),
+    pytest.mark.skipif(find() is None, reason="no browser is installed (chromium, or another by $ELLZERO_BROWSER)"),
     pytest.mark.timeout(600),
 ]
-SMALL = get("demo").override(
-    name="small", network="lenet300", cost="params", at_most=0.3, batch=500, epochs=3, finetune_epochs=1, lr=3e-3
-)
+SMALL = small()
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>".replace("/", "∕")  # a name cannot have a slash
 Open = Callable[..., Tab]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    assert PROGRAM is not None
-    try:
-        started = Browser(PROGRAM)
-    except driving.BrowserError as error:
-        if "CI" in os.environ:  # which has installed one that must work
-            raise
-        pytest.skip(f"{PROGRAM} does not start: {error}")
-    yield started
-    started.close()
 
 
 @pytest.fixture
@@ -60,8 +36,7 @@ def show(chromium: Browser) -> Iterator[Open]:
     def open_(file: Path, width: int = 1280, **window: Any) -> Tab:
         tab = chromium.open(file.as_uri(), width, **window)
         tabs.append(tab)
-        tab.wait("document.documentElement.dataset.drawn")
-        tab.settle()
+        tab.ready()
         return tab
 
     yield open_
@@ -76,9 +51,7 @@ def show(chromium: Browser) -> Iterator[Open]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that was trained, its page, the pages of several runs and of the method."""
     home = tmp_path_factory.mktemp("pages")
-    (home / "small.toml").write_text(SMALL.to_toml())
-    trained = home / "runs" / "trained"
-    assert main(["train", str(home / "small.toml"), "--out", str(trained), "--quiet", "--device", "cpu"]) == 0
+    trained = copied(small_run(), home / "runs" / "trained")
     (trained / "page.html").write_text(run_page(Folder.open(trained)), encoding="utf-8")
     result = json.loads((trained / "results.json").read_text())[0]
     for number in range(1, 4):  # more of the kind, with numbers of their own
@@ -88,9 +61,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         errors = {"error_last": 10.0 + number, "error_best": 9.0 + number}
         folder.finish([{**result, **errors, "costs": costs, "seed": number}])
     (home / "runs" / "nothing").mkdir()
-    shrunk = begun(home / "shrunk")
-    train([RECIPE], stand_in("mnist5k", images=100), shrunk)
-    (shrunk.path / "page.html").write_text(run_page(shrunk), encoding="utf-8")
+    shrunk = copied(shrunk_run(), home / "shrunk")
+    (shrunk / "page.html").write_text(run_page(Folder.open(shrunk)), encoding="utf-8")
     everything = sorted((home / "runs").iterdir())
     (home / "runs.html").write_text(runs_page(everything, home), encoding="utf-8")
     (home / "method.html").write_text(method_page(), encoding="utf-8")
@@ -136,8 +108,7 @@ def test_the_switch_goes_through_the_colours(home: Path, show: Open) -> None:
     found = []
     for _ in range(3):
         tab.evaluate("document.getElementById('theme').click()")
-        tab.settle()
-        tab.settle()
+        tab.ready()
         found.append((tab.evaluate("document.getElementById('theme').innerText"), sum(tab.evaluate(INK)) > 3 * 150))
     assert found == [("Light", False), ("Dark", True), ("Auto", False)]
     assert tab.problems == []
@@ -194,15 +165,22 @@ def traces(tab: Tab) -> list[dict[str, Any]]:
     )
 
 
+def point_at(tab: Tab, trace: int, point: int) -> tuple[float, float]:
+    """Moves the mouse to a point that has a page, until the chart says that it has seen it there; where it is then.
+
+    The chart looks at the mouse at most every 50 ms, and a press counts for the point that it saw last.
+    """
+    x, y = points(tab, trace)[point]
+    tab.hover(x, y)
+    tab.wait("document.querySelector('[data-chart].linked')")
+    return x, y
+
+
 def opens_by_click(tab: Tab, trace: int, point: int) -> None:
-    """Clicks a point until another page is there: a busy machine loses a click now and then."""
+    """Clicks a point once, and waits for the page that this opens."""
     loads = tab._loads
-    for seconds in (10, 10, PATIENCE):
-        tab.click(*points(tab, trace)[point])
-        with suppress(BrowserError):
-            tab.loaded(loads, seconds)
-            return
-    raise BrowserError("no page was opened by a click")
+    tab.press_here(*point_at(tab, trace, point))
+    tab.loaded(loads)
 
 
 def test_runs_hover_and_click(home: Path, show: Open) -> None:
@@ -215,7 +193,7 @@ def test_runs_hover_and_click(home: Path, show: Open) -> None:
     tab.hover(5, 5)
     tab.hover(*points(tab, own)[at])
     tip = tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
-    assert "small, seed 0" in tip
+    assert f"{SMALL.name}, seed 0" in tip
     assert f"error {result['error_last']:.2f} %, best {result['error_best']:.2f} %" in tip
     for cost, name in (("params", "parameters"), ("macs", "MACs"), ("l0_norm", "density")):
         assert f"{name} kept {100 * result['costs'][cost]['kept']:.2f} %" in tip
@@ -232,10 +210,8 @@ def test_a_finger_looks_first_and_opens_when_it_touches_again(home: Path, show: 
     tab.evaluate("""document.querySelectorAll('[data-chart]').forEach(chart => chart.on('plotly_click', event => {
         window.touched = `${event.points[0].curveNumber} ${event.points[0].pointNumber}`;
     }))""")
-    # A busy machine may lose a touch, or draw the chart anew under it: only one that the chart has seen counts.
-    while tab.evaluate("window.touched") != f"{own} {linked}":
-        tab.click(*points(tab, own)[linked])
-        tab.settle()
+    tab.press_here(*point_at(tab, own, linked))
+    tab.wait(f"window.touched === '{own} {linked}'")
     tip = tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
     assert "seed" in tip
     assert tab.evaluate("location.href") == (home / "runs.html").as_uri()
@@ -254,7 +230,7 @@ def test_runs_switch_what_is_compared(home: Path, show: Open) -> None:
     for cost, words in (("params", "parameters"), ("macs", "MACs"), ("l0_norm", "density")):
         for error in ("error_last", "error_best"):
             tab.evaluate(f"document.querySelector('input[value={error}]').click()")
-            tab.settle()
+            tab.ready()
             own = next(trace for trace in traces(tab) if trace["name"] == "runs")
             expected = [(100 * r["costs"][cost]["kept"], r[error]) for r in results.values()]
             found = list(zip(own["x"], own["y"], strict=True))
@@ -343,7 +319,7 @@ def test_names_that_are_html_do_nothing(tmp_path: Path, home: Path, show: Open) 
     tab.evaluate("document.querySelector('td.label a').click()")
     tab.loaded(loads)
     assert Path(unquote(urlsplit(tab.evaluate("location.href")).path)) == evil / "page.html"
-    tab.wait("document.documentElement.dataset.drawn")
+    tab.ready()
     assert tab.evaluate("document.querySelectorAll('img[src=x]').length") == 0
     assert tab.dialogs == []
     assert tab.problems == []
@@ -402,7 +378,7 @@ def test_sliders_redraw_the_method_by_the_keyboard(home: Path, show: Open) -> No
     tab = show(home / "method.html")
     tab.evaluate("document.getElementById('log-alpha').focus()")
     tab.press("ArrowRight", 13)
-    tab.settle()
+    tab.ready()
     check_method(method_values(tab), 1.3, 0.5, -0.1, 1.1)
     for key in ("Tab", "ArrowLeft"):  # to the next slider, and down by one
         tab.press(key)
@@ -410,7 +386,7 @@ def test_sliders_redraw_the_method_by_the_keyboard(home: Path, show: Open) -> No
     tab.press("ArrowLeft", 10)
     tab.press("Tab")
     tab.press("ArrowUp", 5)
-    tab.settle()
+    tab.ready()
     check_method(method_values(tab), 1.3, 0.49, -0.2, 1.15)
     # What is drawn, not only what the chart was told: the tip of the right atom lies higher than that of the left one.
     tips = tab.evaluate("""Array.from(document.querySelectorAll('#density .scatterlayer .trace.scatter path.point'))
@@ -431,10 +407,10 @@ def test_the_corners_of_the_sliders(home: Path, show: Open) -> None:
         for name, value in zip(("log-alpha", "beta", "gamma", "zeta"), values, strict=True):
             tab.evaluate(f"""(() => {{ const e = document.getElementById('{name}'); e.value = {value};
                 e.dispatchEvent(new Event('input', {{bubbles: true}})); }})()""")
-        tab.settle()
+        tab.ready()
         check_method(method_values(tab), *values)
     tab.evaluate("document.querySelectorAll('[data-set]')[1].click()")
-    tab.settle()
+    tab.ready()
     check_method(method_values(tab), 0.0, 2 / 3, -0.1, 1.1)
     assert tab.problems == []
 
@@ -454,6 +430,6 @@ def test_the_browser_sees_what_a_page_must_not_do(tmp_path: Path, chromium: Brow
     assert any("seen" in problem for problem in tab.problems)
     assert any("thrown" in problem for problem in tab.problems)
     assert tab.overflow() > 1000
-    with pytest.raises(driving.BrowserError, match="no such thing"):
+    with pytest.raises(BrowserError, match="no such thing"):
         tab.evaluate("(() => { throw Error('no such thing'); })()")
     tab.close()

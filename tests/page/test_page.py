@@ -19,56 +19,32 @@ from torch import nn
 import ellzero
 from ellzero.cli import main
 from ellzero.experiments import networks as zoo
-from ellzero.experiments.data import stand_in
 from ellzero.experiments.figures import PlotsMissingError
 from ellzero.experiments.papers import get
-from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.experiments.train.loop import train
 from ellzero.gated.module import Gated
 from ellzero.gates.distributions import HardConcrete
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.out.files import FileError
-from ellzero.page import charts, facts, page_file, run_figures, run_page, write
+from ellzero.page import charts, facts, looking, page_file, run_figures, run_page, write
 from ellzero.page import run as making
+from support.finished import copied
+from support.finished import finished as trained
+from support.pages import embedded, small, small_run, text_of, trace
 
 EVIL = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> \u2028 %{x}"
 IMAGE = torch.zeros(2, 1, 28, 28)
 
 
-def small(**changes: Any) -> Recipe:
-    own = {"data": "mnist5k", "batch": 50, "epochs": 3, "finetune_epochs": 1, "at_most": 0.3}
-    return get("budget-mlp").override(**(own | changes))
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished() -> Path:
     """A finished run of LeNet-300-100 with input gates, on noise; nobody writes to it."""
-    home = tmp_path_factory.mktemp("run") / "small"
-    folder = Folder.create(home, [small()], {"command": "ellzero train small.toml", "torch": torch.__version__})
-    train([small()], stand_in("mnist5k", images=200), folder)
-    return home
+    return small_run()
 
 
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "copy"))
-
-
-def embedded(page: str) -> dict[str, dict[str, Any]]:
-    """The charts in a page by name, as its script will read them."""
-    found = re.findall(r'<script type="application/json" id="data-([a-z0-9-]+)">(.*?)</script>', page, re.DOTALL)
-    return {name: json.loads(text) for name, text in found}
-
-
-def text_of(page: str) -> str:
-    """What a reader sees, without scripts and style."""
-    page = re.sub(r"<(script|style).*?</\1>", " ", page, flags=re.DOTALL)
-    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
-
-
-def trace(chart: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(t for t in chart["data"] if t["name"] == name)
+    return copied(finished, tmp_path / "copy")
 
 
 # ---------------------------------------------------------------- charts
@@ -210,32 +186,33 @@ def lenet(kind: type[nn.Module], **closed: list[int]) -> Gated:
 
 def test_columns_go_through_the_network_and_are_those_of_the_compact_one() -> None:
     gated = lenet(zoo.LeNet5, conv1=[0, 3], conv2=list(range(30)), fc1=[799], fc2=[0, 1, 2])
-    seen = facts.look(gated)
+    seen = looking.look(gated)
     assert [c.name for c in seen.columns] == ["conv1.input", "conv1", "conv2", "fc1 inputs", "fc1", "fc2"]
     net: Any = ellzero.compact(gated)
     reads = net.fc1.weight.shape[1]
     kept = [1, net.conv1.out_channels, net.conv2.out_channels, reads, net.fc1.out_features, 10]
     assert [c.kept for c in seen.columns] == kept == [1, 18, 20, 20 * 16 - 1, 497, 10]
     assert [c.dense for c in seen.columns] == [1, 20, 50, 800, 500, 10]
-    assert seen.parameters == (431_080, sum(p.numel() for p in net.parameters()))
+    assert seen.report is not None
+    assert (seen.parameters, seen.report.params.kept) == (431_080, sum(p.numel() for p in net.parameters()))
     pixels = lenet(zoo.LeNet300, fc1=list(range(100)), fc2=[5])
-    columns = [(c.name, c.dense, c.kept) for c in facts.look(pixels).columns]
+    columns = [(c.name, c.dense, c.kept) for c in looking.look(pixels).columns]
     assert columns == [("fc1.input", 784, 684), ("fc1", 300, 299), ("fc2", 100, 100), ("fc3", 10, 10)]
 
 
 def test_input_gates_are_drawn_where_their_pixels_are() -> None:
     closed = [28 * row + column for row in range(4) for column in range(10, 20)]
     gated = lenet(zoo.LeNet300, fc1=closed)
-    seen = facts.look(gated, shape=(1, 28, 28))
+    seen = looking.look(gated, shape=(1, 28, 28))
     assert seen.gate_map is not None
     expected = np.ones((28, 28), bool)
     expected[:4, 10:20] = False
     assert np.array_equal(seen.gate_map.tiles[0] > 0.5, expected)
-    assert seen.pixels_open == 784 - 40
+    assert (seen.gate_map.kept, seen.gate_map.dense) == (784 - 40, 784)
     gate = dict(gated.named_gates())["fc1"]
     assert np.allclose(seen.gate_map.tiles.ravel(), gate.prob_open().detach().numpy())
     # Not where the gates are those of something else.
-    assert facts.look(lenet(zoo.LeNet5), shape=(1, 28, 28)).gate_map is None
+    assert looking.look(lenet(zoo.LeNet5), shape=(1, 28, 28)).gate_map is None
 
 
 def test_filters_are_those_that_are_left_the_largest_first() -> None:
@@ -244,21 +221,21 @@ def test_filters_are_those_that_are_left_the_largest_first() -> None:
     with torch.no_grad():
         for n, factor in ((2, 1.0), (7, 9.0), (11, 3.0)):
             weight[n] = factor * torch.linspace(-1, 1, 25).reshape(1, 5, 5)
-    seen = facts.look(gated, shape=(1, 28, 28))
+    seen = looking.look(gated, shape=(1, 28, 28))
     assert seen.filters is not None
-    assert seen.filters.labels == ["7", "11", "2"]
+    assert seen.filters.names == ["7", "11", "2"]
     assert np.allclose(seen.filters.tiles, weight[[7, 11, 2], 0].detach().numpy())
-    assert seen.filters_left == (3, 20)
+    assert (seen.filters.kept, seen.filters.dense) == (3, 20)
 
 
 def test_filters_of_a_perceptron_have_the_inputs_gates_in_them() -> None:
     gated = lenet(zoo.LeNet300, fc1=list(range(392)), fc2=list(range(290)))
     value = dict(gated.named_gates())["fc1"].value().detach()
     weight = gated.model.get_parameter("fc1.weight").detach() * value
-    seen = facts.look(gated, shape=(1, 28, 28)).filters
+    seen = looking.look(gated, shape=(1, 28, 28)).filters
     assert seen is not None
     order = sorted(range(290, 300), key=lambda n: -float(weight[n].norm()))
-    assert seen.labels == [str(n) for n in order]
+    assert seen.names == [str(n) for n in order]
     assert np.allclose(seen.tiles, weight[order].reshape(-1, 28, 28).numpy(), atol=1e-7)
     assert not seen.tiles[:, :14].any()
 
@@ -267,15 +244,14 @@ def test_a_network_without_images_has_no_pictures() -> None:
     net = nn.Sequential(nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3))
     gated = ellzero.attach(net, (torch.zeros(2, 12),))
     for shape in (None, (1, 28, 28), (12,)):
-        seen = facts.look(gated, shape=shape)
+        seen = looking.look(gated, shape=shape)
         assert (seen.gate_map, seen.filters) == (None, None)
         assert [c.name for c in seen.columns] == ["0.input", "0", "2"]
-    assert facts.look(nn.Sequential(nn.ReLU()), shape=(1, 28, 28)).filters is None
+    assert looking.look(nn.Sequential(nn.ReLU()), shape=(1, 28, 28)).filters is None
 
 
 def test_a_layer_with_nothing_left_is_told() -> None:
-    seen = facts.look(lenet(zoo.LeNet300, fc2=list(range(300))), shape=(1, 28, 28))
-    assert seen.parameters[1] is None
+    seen = looking.look(lenet(zoo.LeNet300, fc2=list(range(300))), shape=(1, 28, 28))
     assert seen.report is not None
     assert seen.report.refusal is not None
 
@@ -284,7 +260,7 @@ def test_the_spread_of_gates_is_that_of_samples() -> None:
     gate = HardConcreteGate(4)
     with torch.no_grad():
         gate.log_alpha.copy_(torch.tensor([-4.0, -1.0, 0.5, 6.0]))
-    seen = facts._spread("a", gate)
+    seen = looking.spread("a", gate)
     values = gate.value().tolist()
     assert seen.kept[0] == sum(v == 0 for v in values) / 4
     assert seen.kept[-1] == sum(v == 1 for v in values) / 4
@@ -307,7 +283,7 @@ def test_the_spread_of_gates_is_that_of_samples() -> None:
 )
 def test_the_dropout_line(kind: type[nn.Module], rates: dict[str, float], share: float) -> None:
     recipe = small(drop_rates=rates)
-    assert facts.look(lenet(kind), recipe).dropout == pytest.approx(share, rel=1e-5, abs=2e-6)  # sums in float32
+    assert looking.look(lenet(kind), recipe).dropout == pytest.approx(share, rel=1e-5, abs=2e-6)  # sums in float32
 
 
 # ---------------------------------------------------------------- over time
@@ -325,7 +301,7 @@ def test_strips_are_the_histories_bytes_in_percent() -> None:
         {"epoch": 3, "prob_open": "damaged"},
         {"epoch": 4},
     ]
-    strips = {s.name: s for s in facts._strips(history)}
+    strips = {s.name: s for s in facts.strips(history)}
     assert strips.keys() == {"a", "b"}
     assert strips["a"].epochs == [1, 2]
     assert strips["a"].percent.tolist() == [[100, 100], [50, 40], [100, 20]]  # by falling P(open) at the end
@@ -336,7 +312,7 @@ def test_long_histories_of_many_gates_are_thinned_evenly() -> None:
     size = 1000
     ramp = [k * 255 // (size - 1) for k in range(size)]
     history = [{"epoch": e, "prob_open": {"a": packed(*ramp)}} for e in range(1, 1001)]
-    (strip,) = facts._strips(history)
+    (strip,) = facts.strips(history)
     assert strip.percent.shape == (400, 160)
     assert (strip.epochs[0], strip.epochs[-1], strip.gates) == (1, 1000, size)
     assert (strip.percent[0, 0], strip.percent[-1, 0]) == (100, 0)
@@ -461,8 +437,7 @@ def test_a_dense_run_has_a_page_and_no_gates(tmp_path: Path, capsys: Any) -> Non
         name="dense", network="lenet300", data="mnist5k", epochs=1, batch=50, augment=False, milestones=(),
         precision="float32", channels_last=False,
     )  # fmt: skip
-    folder = Folder.create(tmp_path / "dense", [recipe], {})
-    train([recipe], stand_in("mnist5k", images=100), folder)
+    folder = Folder.open(copied(trained(recipe, images=100), tmp_path / "dense"))
     assert main(["report", str(folder.path)]) == 0
     assert "trained the dense network, without gates" in capsys.readouterr().out
     page = (folder.path / "page.html").read_text()
@@ -495,8 +470,7 @@ def test_what_comes_from_files_is_escaped(copy: Path) -> None:
 
 def test_a_stack_has_a_page_for_each_run(tmp_path: Path) -> None:
     recipes = [small(epochs=1, finetune_epochs=0, name=n, seed=k) for k, n in enumerate(("first", "second"))]
-    folder = Folder.create(tmp_path / "stack", recipes, {})
-    train(recipes, stand_in("mnist5k", images=100), folder)
+    folder = Folder.open(copied(trained(*recipes, images=100), tmp_path / "stack"))
     history = folder.history()
     for k, name in enumerate(("first", "second")):
         assert main(["report", str(folder.path), "--index", str(k)]) == 0
@@ -595,7 +569,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     def interrupted(*_: Any, **__: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", interrupted)
+    monkeypatch.setattr("os.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write("new", file)
     assert [(p.name, p.read_text()) for p in file.parent.iterdir()] == [("page.html", "old")]
@@ -693,7 +667,7 @@ def test_figures_need_matplotlib(finished: Path, tmp_path: Path, monkeypatch: py
 
 def test_a_network_without_images_has_a_page(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3))
-    seen = facts.look(ellzero.attach(net, (torch.zeros(2, 12),)))
+    seen = looking.look(ellzero.attach(net, (torch.zeros(2, 12),)))
     found = embedded(run_page(Folder.open(finished), seen=seen))
     assert "network" in found
     assert not {"input-gates", "filters"} & found.keys()

@@ -4,48 +4,22 @@ files and counts by hand.
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
-from test_page import embedded, text_of
 
-from ellzero.experiments.data import stand_in
-from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import Folder, pace
-from ellzero.experiments.train.loop import train
-from ellzero.experiments.train.trainer import Trainer
-from ellzero.gated.module import Gated
 from ellzero.page import run_figures, run_page
 from ellzero.page.run import run_content
-
-# Gates that hardly move: what is closed in the beginning goes after two epochs, and nothing after three.
-RECIPE = get("budget-lenet5").override(
-    name="shrinks", network="lenet300", placement="shrinkable", data="mnist5k", cost="params", at_most=0.4, on="kept",
-    batch=50, epochs=4, finetune_epochs=1, gate_lr=1e-6, target_warmup=0.0,
-    shrink_at=(2, 3), shrink_checks=2, shrink_multiple=4, shrink_gain=0.01,
-)  # fmt: skip
-CLOSED = {"fc1": 99, "fc2": 40}  # of 300 and of 100; 201 are left and 204 stay
-
-
-def begun(path: Path) -> Folder:
-    """A run before its first step, with some gates closed."""
-    folder = Folder.create(path, [RECIPE], {})
-    trainer = Trainer([RECIPE], stand_in("mnist5k", images=100))
-    for name, gate in cast(Gated, trainer.runs.template.network).named_gates():
-        gate.close_(torch.arange(gate.shape.numel()) < CLOSED[name])
-    trainer.save(folder)
-    return folder
+from support.finished import copied
+from support.pages import embedded, lines, shrunk_run, text_of
 
 
 @pytest.fixture(scope="module")
-def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = begun(tmp_path_factory.mktemp("shrunk") / "run")
-    train([RECIPE], stand_in("mnist5k", images=100), folder)
-    return folder.path
+def shrunk() -> Path:
+    return shrunk_run()
 
 
 @pytest.fixture
@@ -53,21 +27,13 @@ def rewritten(shrunk: Path, tmp_path: Path) -> Callable[[Callable[[list[Any]], A
     """A copy whose records have been changed."""
 
     def change(how: Callable[[list[Any]], Any]) -> Folder:
-        home = Path(shutil.copytree(shrunk, tmp_path / "copy"))
+        home = copied(shrunk, tmp_path / "copy")
         records = [json.loads(line) for line in (home / "history.jsonl").read_text().splitlines()]
         how(records)
         (home / "history.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
         return Folder.open(home)
 
     return change
-
-
-def lines(chart: dict[str, Any]) -> list[tuple[float, str]]:
-    """Vertical lines of a chart, with their labels."""
-    shapes = [s["x0"] for s in chart["layout"].get("shapes", []) if s["x0"] == s["x1"]]
-    labels = [(a["x"], a["text"]) for a in chart["layout"].get("annotations", [])]
-    assert [x for x, _ in labels] == shapes
-    return labels
 
 
 OVER_EPOCHS = ("error", "loss", "l0-norm", "params", "macs", "seconds", "multipliers")

@@ -14,22 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from ellzero.experiments.data import stand_in
-from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train.loop import train
 from ellzero.page import serve as module
 from ellzero.page.serve import Server
-from support import browser as driving
-
-RECIPE = get("budget-mlp").override(data="mnist5k", batch=50, epochs=2, finetune_epochs=1, at_most=0.3)
+from support.browser import Browser
+from support.pages import small_run
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("run") / "small"
-    train([RECIPE], stand_in("mnist5k", images=100), Folder.create(home, [RECIPE], {}))
-    return home
+def finished() -> Path:
+    return small_run()
 
 
 @pytest.fixture
@@ -76,7 +70,7 @@ def test_news_come_when_the_history_grows(server: Server, begun: Path, finished:
     (begun / "history.jsonl").write_text("".join(lines[:2]) + '{"torn')
     status, headers, content = ask(server, since)
     assert status == 200
-    assert "Not finished: 2 of 3 epochs so far" in content
+    assert "Not finished: 2 of 4 epochs so far" in content
     assert "<html" not in content
     errors = [json.loads(line)["error"] for line in lines[:2]]
     assert json.dumps(errors)[1:-1] in content
@@ -87,7 +81,7 @@ def test_news_come_when_the_history_grows(server: Server, begun: Path, finished:
     assert 'data-chart="network"' in content
     shutil.copy(finished / "results.json", begun)
     (begun / "history.jsonl").write_text("".join(lines))
-    assert "Finished: 3 epochs." in ask(server, f"/content?since={headers['X-Version']}")[2]
+    assert "Finished: 4 epochs." in ask(server, f"/content?since={headers['X-Version']}")[2]
 
 
 def test_the_network_is_read_once_for_each_checkpoint(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,38 +158,33 @@ def test_ctrl_c_ends_it_well(begun: Path) -> None:
         assert process.stderr.read() == ""
 
 
-@pytest.mark.skipif(driving.find() is None, reason="no browser is installed (chromium, or another by $ELLZERO_BROWSER)")
-def test_the_browser_follows_the_run(server: Server, begun: Path, finished: Path) -> None:
-    program = driving.find()
-    assert program is not None
-    chromium = driving.Browser(program)
-    try:
-        tab = chromium.open(server.address, 390, touch=True)
-        tab.wait("document.documentElement.dataset.drawn")
-        points = "document.getElementById('error').data[0].x.length"
-        tab.wait(f"{points} === 1")
-        tab.evaluate("document.getElementById('error').same = 'yes'; document.getElementById('recipe').open = true")
-        tab.evaluate("window.scrollTo(0, 300)")
-        for name in ("history.jsonl", "results.json"):
-            shutil.copy(finished / name, begun)
-        shutil.copytree(finished / "checkpoints", begun / "checkpoints")
-        tab.wait(f"{points} === 3 && !!document.getElementById('network')")
-        assert tab.evaluate("document.getElementById('state').textContent") == "Finished: 3 epochs."
-        errors = [json.loads(line)["error"] for line in (finished / "history.jsonl").read_text().splitlines()]
-        assert tab.evaluate("Array.from(document.getElementById('error').data[0].y)") == errors
-        # The chart is the same one, and what the reader had opened and scrolled to stays.
-        assert tab.evaluate("document.getElementById('error').same") == "yes"
-        assert tab.evaluate("document.getElementById('recipe').open") is True
-        assert tab.evaluate("window.scrollY") == 300
-        # A finger on a chart scrolls the page.
-        tab.evaluate("document.getElementById('error').scrollIntoView({block: 'center'})")
-        before = tab.evaluate("window.scrollY")
-        tab.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": 200, "y": 450}])
-        for y in range(430, 230, -20):
-            tab.ask("Input.dispatchTouchEvent", type="touchMove", touchPoints=[{"x": 200, "y": y}])
-        tab.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-        tab.wait(f"window.scrollY > {before + 50}")
-        assert tab.problems == []
-        assert all(url.startswith((server.address, "data:")) for url in tab.requests)
-    finally:
-        chromium.close()
+def test_the_browser_follows_the_run(server: Server, begun: Path, finished: Path, chromium: Browser) -> None:
+    errors = [json.loads(line)["error"] for line in (finished / "history.jsonl").read_text().splitlines()]
+    tab = chromium.open(server.address, 390, touch=True)
+    tab.ready()
+    points = "document.getElementById('error').data[0].x.length"
+    tab.wait(f"{points} === 1")
+    tab.evaluate("document.getElementById('error').same = 'yes'; document.getElementById('recipe').open = true")
+    tab.evaluate("window.scrollTo(0, 300)")
+    for name in ("history.jsonl", "results.json"):
+        shutil.copy(finished / name, begun)
+    shutil.copytree(finished / "checkpoints", begun / "checkpoints")
+    tab.wait(f"{points} === {len(errors)} && !!document.getElementById('network')")
+    tab.ready()
+    assert tab.evaluate("document.getElementById('state').textContent") == "Finished: 4 epochs."
+    assert tab.evaluate("Array.from(document.getElementById('error').data[0].y)") == errors
+    # The chart is the same one, and what the reader had opened and scrolled to stays.
+    assert tab.evaluate("document.getElementById('error').same") == "yes"
+    assert tab.evaluate("document.getElementById('recipe').open") is True
+    assert tab.evaluate("window.scrollY") == 300
+    # A finger on a chart scrolls the page.
+    tab.evaluate("document.getElementById('error').scrollIntoView({block: 'center'})")
+    before = tab.evaluate("window.scrollY")
+    tab.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": 200, "y": 450}])
+    for y in range(430, 230, -20):
+        tab.ask("Input.dispatchTouchEvent", type="touchMove", touchPoints=[{"x": 200, "y": y}])
+    tab.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    tab.wait(f"window.scrollY > {before + 50}")
+    assert tab.problems == []
+    assert all(url.startswith((server.address, "data:")) for url in tab.requests)
+    tab.close()

@@ -241,6 +241,14 @@ class Tab:
             self.browser.listen(0.05)
         return value
 
+    def ready(self) -> None:
+        """Waits until a page says that all is drawn and heeds the pointer, and the browser has shown it.
+
+        Before the first picture of a page, the browser throws away what the mouse does, and says nothing.
+        """
+        self.wait("document.documentElement.dataset.ready && performance.getEntriesByType('paint').length")
+        self.settle()
+
     def overflow(self) -> int:
         """By how many pixels the page is wider than the window."""
         return int(self.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
@@ -259,6 +267,10 @@ class Tab:
 
     def click(self, x: float, y: float) -> None:
         self.hover(x, y)
+        self.press_here(x, y)
+
+    def press_here(self, x: float, y: float) -> None:
+        """Presses the button of the mouse once and lets it go, where the mouse is already."""
         for kind in ("mousePressed", "mouseReleased"):
             self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

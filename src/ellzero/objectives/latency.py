@@ -44,7 +44,7 @@ def interleaved(
         [[2.0, 2.0], [1.0, 1.0]]
     """
     taken: list[list[float]] = [[] for _ in functions]
-    begun = time.perf_counter()
+    begun = clock()
     for turn in range(-warm_up, rounds):
         for which in range(len(functions))[:: 1 if turn % 2 else -1]:
             start = clock()
@@ -55,7 +55,7 @@ def interleaved(
             took = (clock() - start) / calls
             if turn >= 0:
                 taken[which].append(took)
-        if turn + 1 >= _LEAST and time.perf_counter() - begun > budget:
+        if turn + 1 >= _LEAST and clock() - begun > budget:
             break
     return taken
 

@@ -14,15 +14,17 @@ import math
 import platform
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ellzero.out.files import write_text, writing
 from ellzero.out.saving import installed_version
 
 # Names that may stand for a colour in traces and layouts: "@blue". Okabe & Ito's, told apart by colour-blind readers
@@ -170,6 +172,29 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **more}
 
 
+def curve(x: Iterable[Any], y: Iterable[Any], name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
+    """A line through points, as Plotly has it.
+
+    Args:
+        x: where the points are.
+        y: likewise.
+        name: in the legend.
+        colour: such as "@blue".
+        hover: what a reader sees who points at it, a template of Plotly's; empty for nothing.
+        more: attributes of Plotly's; `dash` and `width` are those of the line.
+    """
+    line = {"color": colour, "dash": more.pop("dash", KEPT), "width": more.pop("width", 2)}
+    words = {"hovertemplate": hover if "<extra>" in hover else f"{hover}<extra></extra>"} if hover else {}
+    drawn = {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), "name": name, "line": line}
+    return drawn | (words or {"hoverinfo": "skip"}) | more
+
+
+def dots(x: Iterable[Any], y: Iterable[Any], name: str, marker: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Points without a line, likewise."""
+    drawn = {"type": "scatter", "mode": "markers", "x": list(x), "y": list(y), "name": name, "marker": dict(marker)}
+    return drawn | more
+
+
 # ---------------------------------------------------------------- a page
 
 
@@ -186,14 +211,11 @@ def render(template: str, **values: Any) -> str:
     Raises:
         PageMissingError: Plotly or jinja2 is not installed.
     """
-    if (missing := _missing()) is not None:
-        raise PageMissingError(missing)
     shared = {
         "themes": script_json({"light": LIGHT, "dark": DARK}),
-        "plotly": _plotly(),
         "versions": {"ellzero": installed_version(), "torch": torch.__version__, "Python": platform.python_version()},
     }
-    return str(_environment().get_template(template).render(shared | values))
+    return str(_template(template).render(shared | values, plotly=_plotly()))
 
 
 def render_part(template: str, **values: Any) -> str:
@@ -203,10 +225,33 @@ def render_part(template: str, **values: Any) -> str:
         template: as for `render`.
         values: likewise.
     """
+    found = _template(template)
+    return "".join(found.blocks["content"](found.new_context(values)))
+
+
+def _template(name: str) -> Any:
     if (missing := _missing()) is not None:
         raise PageMissingError(missing)
-    found = _environment().get_template(template)
-    return "".join(found.blocks["content"](found.new_context(values)))
+    return _environment().get_template(name)
+
+
+def write(text: str, path: Path) -> Path:
+    """Writes a page, all of it or nothing.
+
+    Args:
+        text: HTML.
+        path: of the file; folders above it are made.
+
+    Returns:
+        The file.
+
+    Raises:
+        FileError: it cannot be written.
+    """
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, text)
+    return path
 
 
 @cache
@@ -232,7 +277,7 @@ def _environment() -> Any:
     )
     macros: Any = made.get_template("figure.html.j2").module
     made.globals["figure"] = macros.figure
-    made.filters |= {"number": number, "percent": percent, "seconds": seconds, "size": size}
+    made.filters |= {"number": number, "percent": percent, "seconds": seconds, "share": share, "size": size}
     return made
 
 
@@ -259,6 +304,16 @@ def percent(fraction: float | None, digits: int = 2) -> str:
     return "–" if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.{digits}f} %"
 
 
+def share(part: float | None, whole: float) -> str:
+    """A part of a whole in percent, or a dash.
+
+    Example:
+        >>> share(1, 8), share(None, 8), share(0, 0)
+        ('12.50 %', '–', '–')
+    """
+    return percent(None if part is None or not whole else part / whole)
+
+
 def seconds(value: float | None) -> str:
     """A time with its unit.
 
@@ -268,15 +323,11 @@ def seconds(value: float | None) -> str:
     """
     if value is None or not math.isfinite(value):
         return "–"
-    if value < 1e-3:
-        return f"{value * 1e6:.3g} µs"
-    if value < 1:
-        return f"{value * 1e3:.3g} ms"
-    if value < 60:
-        return f"{value:.3g} s"
-    if value < 3600:
-        return f"{int(value) // 60} min {int(value) % 60:02d} s"
-    return f"{int(value) // 3600} h {int(value) % 3600 // 60:02d} min"
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1, 1e3, "ms"), (60, 1, "s")):
+        if value < limit:
+            return f"{value * factor:.3g} {unit}"
+    minutes, rest = divmod(int(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def size(count: int | None) -> str:
@@ -289,25 +340,3 @@ def size(count: int | None) -> str:
     if count is None:
         return "–"
     return f"{count} B" if count < 1000 else f"{count / 1e3:.1f} kB" if count < 1e6 else f"{count / 1e6:.2f} MB"
-
-
-__all__ = [
-    "DARK",
-    "EXPECTED",
-    "KEPT",
-    "LIGHT",
-    "SERIES",
-    "Chart",
-    "PageMissingError",
-    "axis",
-    "can_make",
-    "escaped",
-    "number",
-    "packed",
-    "percent",
-    "render",
-    "render_part",
-    "script_json",
-    "seconds",
-    "size",
-]

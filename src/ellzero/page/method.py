@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ellzero.gates.distributions import BinaryConcrete, HardConcrete
-from ellzero.page.charts import SERIES, Chart, render
+from ellzero.page.charts import SERIES, Chart, axis, curve, dots, render
 
 LOG_ALPHA, BETA, GAMMA, ZETA = 0.0, 0.5, -0.1, 1.1  # of Figure 2a
 POWERS = {2.0: "p = 2, weight decay", 1.0: "p = 1, lasso", 0.5: "p = 1/2", 0.25: "p = 1/4", 0.0: "p = 0, the L0 norm"}
@@ -32,8 +33,7 @@ def method_page() -> str:
     Raises:
         charts.PageMissingError: Plotly or jinja2 is not installed.
     """
-    zero = torch.tensor(LOG_ALPHA, dtype=torch.float64)
-    hard = HardConcrete(zero, BETA, GAMMA, ZETA)
+    _, hard = _at(LOG_ALPHA)
     at_0, at_1 = (1 - hard.prob_nonzero).item(), hard.prob_one.item()
     facts = {
         "at-0": ("P(z = 0)", at_0),
@@ -54,28 +54,26 @@ def method_page() -> str:
     )
 
 
+def _at(log_alpha: float | Tensor) -> tuple[BinaryConcrete, HardConcrete]:
+    """Both distributions with the numbers of Figure 2."""
+    location = torch.as_tensor(log_alpha, dtype=torch.float64)
+    return BinaryConcrete(location, BETA), HardConcrete(location, BETA, GAMMA, ZETA)
+
+
 def _penalties() -> Chart:
     theta = [k / 100 for k in range(-200, 201)]
     traces: list[dict[str, Any]] = []
     for (p, name), colour in zip(POWERS.items(), SERIES, strict=False):
-        look: dict[str, Any] = {"type": "scatter", "name": name, "legendgroup": name}
-        line = {"mode": "lines", "line": {"color": colour, "width": 2}}
         if p > 0:
-            hover = f"|θ|<sup>{p:g}</sup> = %{{y:.3f}} at θ = %{{x:.2f}}<extra></extra>"
-            traces.append({**look, **line, "x": theta, "y": [abs(t) ** p for t in theta], "hovertemplate": hover})
+            hover = f"|θ|<sup>{p:g}</sup> = %{{y:.3f}} at θ = %{{x:.2f}}"
+            traces.append(curve(theta, [abs(t) ** p for t in theta], name, colour, hover, legendgroup=name))
             continue
         for side in ([t for t in theta if t < 0], [t for t in theta if t > 0]):  # it jumps at 0: two lines and a point
-            hover = "L0: 1 at θ = %{x:.2f}<extra></extra>"
-            shown = {"showlegend": side[0] > 0, "hovertemplate": hover}
-            traces.append({**look, **line, **shown, "x": side, "y": [1.0] * len(side)})
-        for y, symbol in ((0.0, "circle"), (1.0, "circle-open")):
-            dot = {"mode": "markers", "marker": {"color": colour, "size": 9, "symbol": symbol}, "showlegend": False}
-            words = "L0: 0 at θ = 0" if y == 0 else "not 1 at θ = 0"
-            traces.append({**look, **dot, "x": [0.0], "y": [y], "hoverinfo": "text", "hovertext": [words]})
-    layout = {
-        "xaxis": {"title": {"text": "θ"}, "range": [-2, 2]},
-        "yaxis": {"title": {"text": "|θ|<sup>p</sup>"}, "range": [-0.08, 2.2]},
-    }
+            shown = {"legendgroup": name, "showlegend": side[0] > 0}
+            traces.append(curve(side, [1.0] * len(side), name, colour, "L0: 1 at θ = %{x:.2f}", **shown))
+        for y, symbol, words in ((0.0, "circle", "L0: 0 at θ = 0"), (1.0, "circle-open", "not 1 at θ = 0")):
+            look = {"legendgroup": name, "showlegend": False, "hoverinfo": "text", "hovertext": [words]}
+            traces.append(dots([0.0], [y], name, {"color": colour, "size": 9, "symbol": symbol}, **look))
     return Chart(
         "penalties",
         "Figure 1: the penalty of a parameter θ, for several p",
@@ -85,70 +83,36 @@ def _penalties() -> Chart:
         "Curves of |θ|^p for p = 2, 1, 1/2, 1/4 and 0. All pass through 0 at θ = 0 and 1 at θ = ±1; the last one is 1 "
         "everywhere but at 0.",
         traces,
-        layout,
+        {"xaxis": axis("θ", range=[-2, 2]), "yaxis": axis("|θ|<sup>p</sup>", range=[-0.08, 2.2])},
         height=380,
         wide=True,
     )
 
 
 def _density() -> Chart:
-    zero = torch.tensor(LOG_ALPHA, dtype=torch.float64)
-    concrete, hard = BinaryConcrete(zero, BETA), HardConcrete(zero, BETA, GAMMA, ZETA)
+    concrete, hard = _at(LOG_ALPHA)
     x = torch.arange(1, 400, dtype=torch.float64) / 400
+    soft, filled = (q.log_prob(x).exp().tolist() for q in (concrete, hard))
     at_0, at_1 = (1 - hard.prob_nonzero).item(), hard.prob_one.item()
-    line = {"type": "scatter", "mode": "lines", "x": x.tolist()}
-    atom = {"type": "scatter", "yaxis": "y2", "cliponaxis": False}
-    traces: list[dict[str, Any]] = [
-        {
-            **line,
-            "name": "binary concrete, density",
-            "y": concrete.log_prob(x).exp().tolist(),
-            "line": {"color": "@grey", "width": 2, "dash": "dot"},
-            "hovertemplate": "binary concrete: density %{y:.3f} at %{x:.3f}<extra></extra>",
-        },
-        {
-            **line,
-            "name": "hard concrete, density",
-            "y": hard.log_prob(x).exp().tolist(),
-            "line": {"color": "@blue", "width": 2},
-            "fill": "tozeroy",
-            "fillcolor": "@faint",
-            "hovertemplate": "hard concrete: density %{y:.3f} at z = %{x:.3f}<extra></extra>",
-        },
-        {
-            **atom,
-            "mode": "lines",
-            "name": "hard concrete, mass at 0 and 1 (right axis)",
-            "x": [0.0, 0.0, None, 1.0, 1.0],
-            "y": [0.0, at_0, None, 0.0, at_1],
-            "line": {"color": "@vermilion", "width": 4},
-            "hoverinfo": "skip",
-        },
-        {
-            **atom,
-            "mode": "markers+text",
-            "name": "mass",
-            "showlegend": False,
-            "x": [0.0, 1.0],
-            "y": [at_0, at_1],
-            "marker": {"color": "@vermilion", "size": 11},
-            "text": [f"{at_0:.3f}", f"{at_1:.3f}"],
-            "textposition": ["middle right", "middle left"],
-            "textfont": {"color": "@vermilion", "size": 13},
-            "hovertemplate": "P(z = %{x:.0f}) = %{y:.4f}<extra></extra>",
-        },
-    ]
-    layout = {
-        "xaxis": {"title": {"text": "gate z"}, "range": [-0.04, 1.04], "zeroline": False},
-        "yaxis": {"title": {"text": "density"}, "range": [0, TALLEST]},
-        "yaxis2": {
-            "title": {"text": "probability mass"},
-            "range": [0, 1],
-            "overlaying": "y",
-            "side": "right",
-            "showgrid": False,
-        },
+    right: dict[str, Any] = {"yaxis": "y2", "cliponaxis": False}
+    stems = [0.0, 0.0, None, 1.0, 1.0], [0.0, at_0, None, 0.0, at_1]
+    tips: dict[str, Any] = {
+        "mode": "markers+text",
+        "showlegend": False,
+        "text": [f"{at_0:.3f}", f"{at_1:.3f}"],
+        "textposition": ["middle right", "middle left"],
+        "textfont": {"color": "@vermilion", "size": 13},
+        "hovertemplate": "P(z = %{x:.0f}) = %{y:.4f}<extra></extra>",
     }
+    hover = "hard concrete: density %{y:.3f} at z = %{x:.3f}"
+    dotted = "binary concrete: density %{y:.3f} at %{x:.3f}"
+    masses = "hard concrete, mass at 0 and 1 (right axis)"
+    traces = [
+        curve(x.tolist(), soft, "binary concrete, density", "@grey", dotted, dash="dot"),
+        curve(x.tolist(), filled, "hard concrete, density", "@blue", hover, fill="tozeroy", fillcolor="@faint"),
+        curve(*stems, masses, "@vermilion", "", width=4, **right),
+        dots([0.0, 1.0], [at_0, at_1], "mass", {"color": "@vermilion", "size": 11}, **right, **tips),
+    ]
     return Chart(
         "density",
         "Figure 2a: the density of a gate, and its atoms",
@@ -158,49 +122,34 @@ def _density() -> Chart:
         "The density of the hard concrete between 0 and 1 with its masses at 0 and at 1, for the values of the "
         "sliders; the numbers are below.",
         traces,
-        layout,
+        {
+            "xaxis": axis("gate z", range=[-0.04, 1.04], zeroline=False),
+            "yaxis": axis("density", range=[0, TALLEST]),
+            "yaxis2": axis("probability mass", range=[0, 1], overlaying="y", side="right", showgrid=False),
+        },
         height=400,
     )
 
 
 def _means() -> Chart:
     log_alpha = torch.arange(-80, 81, dtype=torch.float64) / 10
-    concrete, hard = BinaryConcrete(log_alpha, BETA), HardConcrete(log_alpha, BETA, GAMMA, ZETA)
-    now = HardConcrete(torch.tensor(LOG_ALPHA, dtype=torch.float64), BETA, GAMMA, ZETA)
-    x = log_alpha.tolist()
-
-    def curve(name: str, y: torch.Tensor, colour: str, dash: str, words: str) -> dict[str, Any]:
-        return {
-            "type": "scatter",
-            "mode": "lines",
-            "name": name,
-            "x": x,
-            "y": y.tolist(),
-            "line": {"color": colour, "width": 2, "dash": dash},
-            "hovertemplate": f"{words} %{{y:.3f}} at log α = %{{x:.1f}}<extra></extra>",
-        }
-
+    concrete, hard = _at(log_alpha)
+    _, now = _at(LOG_ALPHA)
+    drawn = (
+        ("binary concrete, mean", concrete.mean, "@grey", "solid", "mean of the binary concrete"),
+        ("σ(log α)", torch.sigmoid(log_alpha), "@grey", "dot", "σ(log α) ="),
+        ("P(z ≠ 0)", hard.prob_nonzero, "@green", "dashdot", "P(z ≠ 0) ="),
+        ("hard concrete, mean", hard.mean, "@blue", "solid", "E[z] ="),
+        ("hard concrete, without noise ẑ", hard.noiseless, "@vermilion", "dash", "ẑ ="),
+    )
     traces = [
-        curve("binary concrete, mean", concrete.mean, "@grey", "solid", "mean of the binary concrete"),
-        curve("σ(log α)", torch.sigmoid(log_alpha), "@grey", "dot", "σ(log α) ="),
-        curve("P(z ≠ 0)", hard.prob_nonzero, "@green", "dashdot", "P(z ≠ 0) ="),
-        curve("hard concrete, mean", hard.mean, "@blue", "solid", "E[z] ="),
-        curve("hard concrete, without noise ẑ", hard.noiseless, "@vermilion", "dash", "ẑ ="),
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "log α of the slider",
-            "x": [LOG_ALPHA, LOG_ALPHA],
-            "y": [now.mean.item(), now.noiseless.item()],
-            "marker": {"color": ["@blue", "@vermilion"], "size": 10, "line": {"color": "@paper", "width": 2}},
-            "hovertemplate": "%{y:.3f} at log α = %{x:.1f}<extra></extra>",
-            "showlegend": False,
-        },
+        curve(log_alpha.tolist(), y.tolist(), name, colour, f"{words} %{{y:.3f}} at log α = %{{x:.1f}}", dash=dash)
+        for name, y, colour, dash, words in drawn
     ]
-    layout = {
-        "xaxis": {"title": {"text": "log α"}, "range": [-8, 8], "zeroline": False},
-        "yaxis": {"title": {"text": "gate"}, "range": [-0.03, 1.03], "zeroline": False},
-    }
+    marker = {"color": ["@blue", "@vermilion"], "size": 10, "line": {"color": "@paper", "width": 2}}
+    look = {"hovertemplate": "%{y:.3f} at log α = %{x:.1f}<extra></extra>", "showlegend": False}
+    values = [now.mean.item(), now.noiseless.item()]
+    traces.append(dots([LOG_ALPHA, LOG_ALPHA], values, "log α of the slider", marker, **look))
     return Chart(
         "means",
         "Figure 2b: the mean of a gate against log α",
@@ -210,9 +159,9 @@ def _means() -> Chart:
         "Both means rise from 0 to 1 with log α. The gate without noise is 0 up to log α = log(−γ/ζ) and 1 from "
         "log((1 − γ)/(ζ − 1)) on.",
         traces,
-        layout,
+        {
+            "xaxis": axis("log α", range=[-8, 8], zeroline=False),
+            "yaxis": axis("gate", range=[-0.03, 1.03], zeroline=False),
+        },
         height=400,
     )
-
-
-__all__ = ["method_page"]

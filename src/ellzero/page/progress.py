@@ -1,7 +1,7 @@
 """What a run's page shows over its epochs: error, loss, costs, multipliers, seconds, and the events of shrinking.
 
 Charts are made from a `Run`, plain data. Every one over epochs has a thin line where units were taken out or the gates
-were fixed. What is left of the network, and its gates one by one, are in `run`.
+were fixed. What is left of the network, and its gates one by one, are in `network`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from ellzero.experiments.store.folder import pace
-from ellzero.page.charts import EXPECTED, KEPT, SERIES, Chart, axis, escaped, number, percent
-from ellzero.page.facts import FLOPS_PER_MAC, Run
+from ellzero.page.charts import EXPECTED, KEPT, SERIES, Chart, axis, curve, escaped, number, percent
+from ellzero.page.facts import COSTS, FLOPS_PER_MAC, Run
 
-COSTS = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
+_KINDS = (("kept", "@blue", KEPT), ("expected", "@vermilion", EXPECTED))
+_COUNTED = {
+    "l0_norm": "Weights that are not zero, among those that gates count (l0_norm)",
+    "params": "Parameters of the network that the gates leave",
+    "macs": "Multiply-accumulates for one image of the network that the gates leave",
+}
 
 
-def epochs(run: Run) -> list[float]:
-    """Of its records."""
-    return [float(r["epoch"]) for r in run.history]
+def _line(x: Sequence[Any], y: Sequence[Any], name: str, colour: str, unit: str = "", **more: Any) -> dict[str, Any]:
+    """A curve over epochs, with a dot for each record where there are few."""
+    hover = f"epoch %{{x}}<br>%{{y:.4~g}}{unit}<extra>{name}</extra>"
+    marker = {"color": colour, "size": 6 if len(x) <= 20 else 4}
+    mode = "lines+markers" if len(x) <= 60 else "lines"
+    return curve(x, y, name, colour, hover, **({"mode": mode, "marker": marker} | more))
 
 
-def _line(
-    x: Sequence[Any], y: Sequence[Any], name: str, colour: str, dash: str = KEPT, unit: str = ""
-) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers" if len(x) <= 60 else "lines",
-        "x": list(x),
-        "y": list(y),
-        "name": name,
-        "line": {"color": colour, "dash": dash, "width": 2},
-        "marker": {"color": colour, "size": 6 if len(x) <= 20 else 4},
-        "hovertemplate": f"epoch %{{x}}<br>%{{y:.4~g}}{unit}<extra>{name}</extra>",
-    }
+def _level(end: float, y: float, name: str, colour: str, dash: str, hover: str) -> dict[str, Any]:
+    """A level line for the eye to compare with."""
+    return curve([0, end], [y, y], name, colour, hover, dash=dash, width=1.5)
 
 
 def moments(run: Run) -> list[tuple[float, str]]:
@@ -65,13 +63,6 @@ def marks(run: Run, scale: float = 1.0, labels: bool = True) -> dict[str, Any]:
     return {"shapes": shapes, **({"annotations": names} if labels else {})} if at else {}
 
 
-def _constant(x: Sequence[float], y: float, name: str, colour: str, dash: str, hover: str) -> dict[str, Any]:
-    """A line for the eye to compare with."""
-    line = {"color": colour, "dash": dash, "width": 1.5}
-    ends = {"x": list(x), "y": [y] * len(x)}
-    return {"type": "scatter", "mode": "lines", **ends, "name": name, "line": line, "hovertemplate": hover}
-
-
 def _ends(values: Sequence[float | None], unit: str, digits: int = 2) -> str:
     """Where a curve begins and ends, in words."""
     known = [v for v in values if v is not None]
@@ -92,8 +83,7 @@ def training_charts(run: Run) -> list[Chart]:
     """Error, loss, seconds, and with gates costs and multipliers: a chart each, as far as there are numbers."""
     if not run.history:
         return []
-    x = epochs(run)
-    error, loss = run.seen("error"), run.seen("loss")
+    x, error, loss = run.x, run.seen("error"), run.seen("loss")
     how = "with the test-time gates (kept)" if run.gated else "of the dense network"
     noise = ", with the gates' noise; the penalty or the multipliers' terms are not in it" if run.gated else ""
     charts = [
@@ -102,7 +92,7 @@ def training_charts(run: Run) -> list[Chart]:
             "Test error",
             f"Share of the test images that the network gets wrong, in percent, {how}.",
             f"Test error in percent, {how}: {_ends(error, ' %')}.",
-            [_line(x, error, "test error", "@blue", unit=" %")],
+            [_line(x, error, "test error", "@blue", " %")],
             {**_over_time(run, "test error (%)"), "showlegend": False},
         ),
         Chart(
@@ -114,33 +104,21 @@ def training_charts(run: Run) -> list[Chart]:
             {**_over_time(run, "loss (nats)", rangemode="normal"), "showlegend": False},
         ),
     ]
-    if run.gated:
-        charts += [_cost_chart(run, cost) for cost in COSTS]
+    charts += [_cost_chart(run, cost) for cost in COSTS] if run.gated else []
     charts += _seconds(run)
-    if run.gated:
-        charts += multipliers(run)
-    return charts
+    return charts + (multipliers(run) if run.gated else [])
 
 
 def _cost_chart(run: Run, cost: str) -> Chart:
-    words, x = COSTS[cost], epochs(run)
-    shares = {kind: [None if v is None else 100 * v for v in run.seen(kind, cost)] for kind in ("expected", "kept")}
-    traces = [
-        _line(x, shares["kept"], "kept", "@blue", KEPT, " %"),
-        _line(x, shares["expected"], "expected", "@vermilion", EXPECTED, " %"),
-    ]
+    words, what = COSTS[cost], _COUNTED[cost]
+    shares = {kind: run.seen(kind, cost, times=100) for kind, *_ in _KINDS}
+    traces = [_line(run.x, shares[kind], kind, colour, " %", dash=dash) for kind, colour, dash in _KINDS]
     target = run.targets.get("*") if run.recipe.cost == cost else None
     extra = said = ""
     if target is not None:
-        hover = f"target {100 * target:g} %<extra></extra>"
-        traces.append(_constant([0, run.epochs], 100 * target, "target", "@muted", "dot", hover))
+        traces.append(_level(run.epochs, 100 * target, "target", "@muted", "dot", f"target {100 * target:g} %"))
         extra = f" Dotted: the target for the {run.recipe.on} number, {100 * target:g} %."
         said = f" Target: {100 * target:g} %."
-    what = {
-        "l0_norm": "Weights that are not zero, among those that gates count (l0_norm)",
-        "params": "Parameters of the network that the gates leave",
-        "macs": "Multiply-accumulates for one image of the network that the gates leave",
-    }[cost]
     return Chart(
         cost.replace("_", "-"),
         f"{words[0].upper()}{words[1:]}",
@@ -159,18 +137,16 @@ def _seconds(run: Run) -> list[Chart]:
     if not took or not run.events:
         return []
     x, y = [took[0][0], *(end for _, end, _ in took)], [took[0][2], *(value for *_, value in took)]
-    line = _line(x, y, "seconds", "@green", unit=" s")
-    line |= {"mode": "lines", "line": {**line["line"], "shape": "vh"}}
+    line = _line(x, y, "seconds", "@green", " s", mode="lines")
+    line["line"]["shape"] = "vh"
     usual, most = statistics.median(y), max(y)
     cut = most > 6 * usual  # one that has compiled
     beyond = f" The scale ends where the rest can be seen: the largest is {most:.3g} s." if cut else ""
     said = f"Seconds for an epoch: {_ends(y[1:], ' s', 3)}."
-    pairs = [(_median(took, 0, e.epoch), _median(took, e.epoch, run.epochs), e) for e in run.events if not e.skipped]
-    said += "".join(
-        f" Until epoch {e.epoch:g} {before:.3g} s in the median, after it {after:.3g} s."
-        for before, after, e in pairs
-        if before is not None and after is not None
-    )
+    for event in run.events:
+        before, after = _median(took, 0, event.epoch), _median(took, event.epoch, run.epochs)
+        if not event.skipped and before is not None and after is not None:
+            said += f" Until epoch {event.epoch:g} {before:.3g} s in the median, after it {after:.3g} s."
     return [
         Chart(
             "seconds",
@@ -179,10 +155,7 @@ def _seconds(run: Run) -> list[Chart]:
             f"evaluation not.{beyond}",
             said,
             [line],
-            {
-                **_over_time(run, "seconds per epoch", **({"range": [0, 4 * usual]} if cut else {})),
-                "showlegend": False,
-            },
+            _over_time(run, "seconds per epoch", **({"range": [0, 4 * usual]} if cut else {})) | {"showlegend": False},
         )
     ]
 
@@ -199,12 +172,12 @@ def multipliers(run: Run) -> list[Chart]:
     rows = [r.get("multiplier") for r in run.history]
     if not patterns or not all(isinstance(row, list) and len(row) >= len(patterns) for row in rows):
         return []
-    x, traces, said = epochs(run), [], []
+    traces, said = [], []
     for k, pattern in enumerate(patterns):
         values = [row[k] if isinstance(row[k], int | float) else None for row in rows if row is not None]
         name = "whole network" if pattern == "*" else pattern
         dash = ("solid", "dash", "dot")[k // len(SERIES) % 3]
-        traces.append(_line(x, values, escaped(name), SERIES[k % len(SERIES)], dash))
+        traces.append(_line(run.x, values, escaped(name), SERIES[k % len(SERIES)], dash=dash))
         said.append(f"{name} {_ends(values, '', 3)}")
     return [
         Chart(
@@ -226,20 +199,19 @@ def flops(run: Run) -> Chart | None:
         return None
     steps = run.look.steps_per_epoch if run.look is not None else None
     unit = "iteration" if steps else "epoch"
-    x, end = [e * (steps or 1) for e in epochs(run)], run.epochs * (steps or 1)
-    whole = FLOPS_PER_MAC * dense
+    end, whole = run.epochs * (steps or 1), FLOPS_PER_MAC * dense
     traces, said = [], []
-    for kind, colour, dash in (("kept", "@blue", KEPT), ("expected", "@vermilion", EXPECTED)):
-        values = [None if v is None else whole * v for v in run.seen(kind, "macs")]
-        hover = f"{unit} %{{x:,}}<br>%{{y:.4~s}}FLOPs<extra>{kind}</extra>"
-        traces.append({**_line(x, values, kind, colour, dash), "hovertemplate": hover})
+    for kind, colour, dash in _KINDS:
+        values = run.seen(kind, "macs", times=whole)
+        line = _line([e * (steps or 1) for e in run.x], values, kind, colour, dash=dash)
+        traces.append({**line, "hovertemplate": f"{unit} %{{x:,}}<br>%{{y:.4~s}}FLOPs<extra>{kind}</extra>"})
         said.append(f"{kind} at the end {number(values[-1])}")
-    traces.append(_constant([0, end], whole, "dense", "@ink", "solid", "%{y:.4~s}FLOPs<extra>dense</extra>"))
+    traces.append(_level(end, whole, "dense", "@ink", KEPT, "%{y:.4~s}FLOPs<extra>dense</extra>"))
     said.append(f"dense {number(whole)}")
     dropout, also = run.look.dropout if run.look is not None else None, ""
     if dropout is not None:
         hover = "%{y:.4~s}FLOPs<extra>dropout, expected</extra>"
-        traces.append(_constant([0, end], whole * dropout, "dropout (expected)", "@muted", "dot", hover))
+        traces.append(_level(end, whole * dropout, "dropout (expected)", "@muted", "dot", hover))
         said.append(f"dropout, expected, {number(whole * dropout)}")
         also = " Dotted: dropout, expected, with the keep rates that the gates started from."
     return Chart(
@@ -273,6 +245,3 @@ def event_rows(run: Run) -> list[dict[str, Any]]:
         macs = f"{before}, and {after} if done" if event.skipped else f"{before} → {after}"
         out.append({"epoch": f"{event.epoch:g}", "what": words[event.word], "widths": widths, "macs": macs})
     return out
-
-
-__all__ = ["COSTS", "epochs", "event_rows", "flops", "marks", "moments", "multipliers", "training_charts"]

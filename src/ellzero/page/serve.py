@@ -16,7 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.page.facts import LATENCY, Look, look_at
+from ellzero.page.facts import LATENCY, look_at
+from ellzero.page.looking import Look
 from ellzero.page.run import run_content, run_page
 
 LOOPBACK = "127.0.0.1"
@@ -140,6 +141,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing: standard output and error belong to the command."""
-
-
-__all__ = ["LOOPBACK", "Server"]
