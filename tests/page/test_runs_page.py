@@ -20,8 +20,8 @@ from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
 from ellzero.page import charts, page_file
-from ellzero.page import runs as page
-from ellzero.page.runs import collect, groups, kinds, runs_page
+from ellzero.page.collecting import COSTS, Note, collect
+from ellzero.page.runs import groups, kinds, runs_page
 from support import ROOT
 
 MLP = get("gallego-mlp")
@@ -45,7 +45,7 @@ def finished(path: Path, *recipes: Recipe, page: bool = False, **changes: Any) -
     return folder
 
 
-def why(notes: list[page.Note]) -> dict[str, str]:
+def why(notes: list[Note]) -> dict[str, str]:
     return {note.where.name: note.why for note in notes}
 
 
@@ -162,7 +162,7 @@ def test_a_sweep_gives_the_numbers_of_its_own_json(swept: Path) -> None:
             mean, half = group.error(name)
             assert mean == pytest.approx(point["mean"][name])
             assert half == pytest.approx(point["mean"][f"{name}_interval"])
-        for cost in page.COSTS:
+        for cost in COSTS:
             assert group.kept(cost)[0] == pytest.approx(point["mean"]["kept"][cost])
             assert group.expected(cost) == pytest.approx(point["mean"]["expected"][cost])
     (kind,) = kinds(runs)
