@@ -7,8 +7,8 @@ import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.gated.module import Gated
 from ellzero.gates.distributions import HardConcrete
 from ellzero.gates.hard_concrete import HardConcreteGate
+from ellzero.objectives.latency import interleaved
 from ellzero.out.files import FileError
 from ellzero.page import charts, facts, looking, page_file, run_figures, run_page, write
 from ellzero.page import run as making
@@ -503,7 +504,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
@@ -522,22 +523,22 @@ class Slow(nn.Module):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     made = Clock()
-    monkeypatch.setattr(facts, "time", SimpleNamespace(perf_counter=made.perf_counter))
+    monkeypatch.setattr(facts, "interleaved", partial(interleaved, clock=made))
     return made
 
 
 def test_latency_is_a_median_of_turns_within_the_budget(clock: Clock) -> None:
     dense, compact = Slow(clock, 2.0**-12), Slow(clock, 2.0**-14)
     found = facts.measure(dense, compact, IMAGE, budget=1.5)
-    assert [row["batch"] for row in found["rows"]] == [1, 256]
-    for row in found["rows"]:
+    assert [row["batch"] for row in found] == [1, 256]
+    for row in found:
         assert (row["dense_s"], row["compact_s"]) == pytest.approx((row["batch"] / 4096, row["batch"] / 16384))
-    assert found["rows"][0]["runs"] == 40
+    assert found[0]["runs"] == 40
     assert dense.batches == compact.batches
     assert clock.now < 3
     # A batch that would take longer than the budget is not tried.
     slow = facts.measure(Slow(clock, 0.1), Slow(clock, 0.1), IMAGE, budget=1.5)
-    assert [row["batch"] for row in slow["rows"]] == [1]
+    assert [row["batch"] for row in slow] == [1]
 
 
 def test_latency_is_stored_and_shown_again(copy: Path, capsys: Any) -> None:
