@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     toml.write_text(SMALL.to_toml())
     assert main(["train", str(toml), "--out", str(folder), "--quiet", "--json"]) == 0
     return folder
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test that trains and does not look at the page, which takes as long as the training."""
+    monkeypatch.setattr("ellzero.page.can_make", lambda: False)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +180,7 @@ def test_json_of_a_run(home: Path, run: Run, small: torch.nn.Module) -> None:
     assert content["warning"] is None
 
 
+@pytest.mark.usefixtures("no_page")
 def test_fields_go_into_the_recipe_and_the_folder_has_its_name(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(SMALL.override(epochs=1, finetune_epochs=0).to_toml())
     options = ["--seed", "3", "--at-most", '{"fc1" = 0.5, "fc2" = 0.5}', "--gate_lr", "2e-2", "--dual", "nupi"]
@@ -204,6 +212,7 @@ def test_every_field_of_a_recipe_is_an_option_with_its_help(run: Run) -> None:
     assert 'which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.' in flat  # over two lines
 
 
+@pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("when", [1, 11, 31])
 def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(
     when: int, run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +262,7 @@ def test_a_second_ctrl_c_does_not_wait_and_says_what_there_is(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "small.toml"]  # there was nothing to go on with
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_resumed_run_keeps_what_it_was_begun_with(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--every`, `--data-dir` and `--tensorboard` need not be said again."""
     pytest.importorskip("tensorboard")
@@ -280,6 +290,7 @@ def test_a_resumed_run_keeps_what_it_was_begun_with(run: Run, tmp_path: Path, mo
     assert len(list((tmp_path / "here" / "tensorboard").iterdir())) == 2  # one of each process
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_dense_recipe_ends_with_the_plain_network(run: Run, tmp_path: Path) -> None:
     options = ["--placement", "none", "--at-most", "none", "--finalize", "false", "--finetune-epochs", "0"]
     (tmp_path / "small.toml").write_text(SMALL.override(epochs=1, target_warmup=0).to_toml())
@@ -364,6 +375,7 @@ def test_an_unknown_option_is_refused_with_the_nearest(run: Run) -> None:
     assert "Perhaps you meant: --epochs VALUE" in flat
 
 
+@pytest.mark.usefixtures("no_page")
 def test_another_recipe_beside_resume_is_refused(run: Run, home: Path) -> None:
     before = {p: p.read_bytes() for p in home.rglob("*") if p.is_file()}
     message = "is a run of another recipe: `lr` is 0.003 there and 0.5 here. `--resume` alone goes on"
@@ -399,6 +411,7 @@ def test_a_diverged_run_is_one_line_and_code_1(run: Run, tmp_path: Path) -> None
     failed(run("train", "small.toml", "--lr", "1e30", "--quiet"), 1, "the loss of `small`, seed 0, is nan after epoch")
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_training_that_stays_finite_and_has_not_worked_says_so(run: Run, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL.override(epochs=1).to_toml())
     code, out, err = run("train", "small.toml", "--lr", "1e6", "--quiet", "--json")
@@ -422,6 +435,7 @@ def test_an_error_of_guessing_is_said_to_be_one(home: Path) -> None:
     assert _worthless(Folder.open(home), guessing - 0.1, data.load("mnist5k")) is None
 
 
+@pytest.mark.usefixtures("no_page")
 @pytest.mark.filterwarnings("default")
 def test_a_damaged_checkpoint_that_is_passed_over_is_a_plain_line(run: Run, home: Path, tmp_path: Path) -> None:
     shutil.copytree(home, tmp_path / "copy")
@@ -435,6 +449,7 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_a_plain_line(run: Run, home
         assert re.fullmatch(rf"ellzero: warning: {later.name} is damaged .*passed over for {whole.name}.*\n", err), err
 
 
+@pytest.mark.usefixtures("no_page")
 def test_a_full_disk_leaves_a_run_that_resumes(
     run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +529,7 @@ def test_evaluate_is_what_the_networks_do(run: Run, home: Path, network: Gated, 
     assert "After 4 epochs (finished), on 1,000 test images of mnist5k." in out
 
 
+@pytest.mark.usefixtures("no_page")
 def test_an_unfinished_run_can_be_looked_at(run: Run, tmp_path: Path) -> None:
     """A trainer that stands after one of three epochs."""
     folder = Folder.create(tmp_path / "half", [SMALL], {})
@@ -623,10 +639,13 @@ def test_a_file_without_onnxruntime_is_written_and_said_to_be_unchecked(
 ) -> None:
     pytest.importorskip("onnxscript")
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    # Exporting takes seconds, and another test does it.
+    program = SimpleNamespace(save=lambda path, external_data: Path(path).write_text("a network"))
+    monkeypatch.setattr(torch.onnx, "export", lambda *_, **__: program)
     code, out, _ = run("compact", str(home), "--to", "a.onnx")
     assert code == 0
     assert "not checked: onnxruntime is not installed" in out
-    assert Path("a.onnx").exists()
+    assert Path("a.onnx").read_text() == "a network"
 
 
 # ---------------------------------------------------------------- report
