@@ -28,7 +28,7 @@ ARCHITECTURE = {"0": 9, "3": 18, "7": 65, "9": 25}  # conv maps 9 and 18, inputs
 
 def compacted(model: nn.Module) -> tuple[nn.Module, float]:
     """The model at that architecture, and the share of its MACs that is left."""
-    gated = l0.attach(model, (torch.zeros(1, 1, 28, 28),), where=l0.per_layer)
+    gated = l0.attach(model, (torch.zeros(1, 1, 28, 28),), where=l0.per_layer())
     generator = torch.Generator().manual_seed(0)
     maps = torch.randperm(50, generator=generator)[: ARCHITECTURE["3"]]
     for name, gate in gated.named_gates():

@@ -133,7 +133,7 @@ def main() -> None:
     # First, while nothing else is in memory.
     dense = peak_bytes(partial(dense_step, LeNet5(), x, y, False))
     gc.collect()
-    gated = peak_bytes(partial(gated_step, LeNet5(), x, y, False, l0.per_layer))
+    gated = peak_bytes(partial(gated_step, LeNet5(), x, y, False, l0.per_layer()))
     rows = []
     cases = [
         ("MLP", MLP, l0.shrinkable, False, 1.20),
@@ -149,7 +149,7 @@ def main() -> None:
     )
     for name, make, where, compiled, goal in cases:
         steps = options.steps if name == "MLP" else max(1, options.steps // 4)
-        pair = dense_step(make(), x, y, compiled), gated_step(make(), x, y, compiled, where)
+        pair = dense_step(make(), x, y, compiled), gated_step(make(), x, y, compiled, where())
         middle, low, high, ms = ratio(*pair, options.blocks, steps)
         mode = "compiled" if compiled else "eager"
         print(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import ellzero as l0
 from support import ROOT
 from support.scripts import loaded
 
@@ -74,3 +78,26 @@ def test_steps_of_wide_networks_that_are_measured_in_no_way_are_refused(
         benchmark("wrn_speed").main(["--images", "8", "--no-as-it-is", "--no-compiled", "--json", str(file)])
     assert "--as-it-is or --compiled must be on" in capsys.readouterr().err
     assert not file.exists()
+
+
+def test_inference_is_measured_at_the_architecture_of_the_paper(benchmark: Any) -> None:
+    """Louizos et al., Table 1: 9 and 18 maps, 65 and 25 inputs of the linear layers."""
+    inference, networks = benchmark("inference"), benchmark("step_overhead")
+    small, macs = inference.compacted(networks.LeNet5().eval())
+    assert [m.weight.shape[:2] for m in small.modules() if isinstance(m, nn.Conv2d)] == [(9, 1), (18, 9)]
+    assert [m.weight.shape[1] for m in small.modules() if isinstance(m, nn.Linear)] == [65, 25]
+    dense, left = (
+        25 * (20 * 24**2 + 20 * 50 * 8**2) + 800 * 500 + 5000,
+        25 * (9 * 24**2 + 9 * 18 * 8**2) + 65 * 25 + 250,
+    )
+    assert macs == pytest.approx(left / dense)
+
+
+def test_a_gated_step_is_one_of_training_under_a_constraint(benchmark: Any) -> None:
+    networks = benchmark("step_overhead")
+    x, y = torch.randn(4, 1, 28, 28), torch.randint(10, (4,))
+    for step in (networks.dense_step, partial(networks.gated_step, where=l0.shrinkable())):
+        model = networks.MLP()
+        before = [p.clone() for p in model.parameters()]
+        step(model, x, y, False)()
+        assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
