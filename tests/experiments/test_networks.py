@@ -12,7 +12,7 @@ import ellzero as l0
 from ellzero.experiments.networks import LeNet5, LeNet300, WideResNet, find, initialize_2018, initialize_2021
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph
-from support.networks import assert_same, counted_macs, numel, settled
+from support.oracles import assert_same, counted_macs, numel, settled
 
 DIGIT, COLOUR = torch.zeros(2, 1, 28, 28), torch.zeros(2, 3, 32, 32)
 

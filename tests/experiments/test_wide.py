@@ -34,7 +34,7 @@ from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
 from ellzero.page import run_page
-from support.networks import assert_same
+from support.oracles import assert_same
 from support.pages import embedded, lines, text_of
 
 NAME = module("wrn_cifar10").CONSTRAINED.format(20)

@@ -13,21 +13,8 @@ import ellzero as l0
 from ellzero.gated.alive import liveness
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph, Site
-from support.small_models import (
-    Concat,
-    ConvNet,
-    Flattened,
-    Grouped,
-    Residual,
-    Shared,
-    SquareStream,
-    Tied,
-    TwoReaders,
-    every_state,
-    mlp,
-    scattered,
-    set_gates,
-)
+from support.oracles import every_state, open_exactly, scattered
+from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, Shared, SquareStream, Tied, TwoReaders, mlp
 
 
 def by_definition(gated: l0.Gated) -> tuple[Tensor, list[Tensor]]:
@@ -48,7 +35,7 @@ def mean_over_states(gated: l0.Gated) -> list[Tensor]:
     """By enumeration: P(alive) of every unit, then P(open) of the inputs of each weight with a `Select`."""
     means: list[Tensor] = []
     for state, weight in list(every_state(gated)):
-        set_gates(gated, state)
+        open_exactly(gated, state)
         alive, inputs = by_definition(gated)
         with gated.assuming(torch.tensor(state)):  # the same formula at p = 0 and 1 says what is kept
             certain, certain_inputs = gated.alive()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.gated.counting import count_params
-from support.small_models import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
+from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
 
 
 def entries(gated: l0.Gated, alive: np.ndarray, inputs: dict[str, np.ndarray]) -> int:

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 import ellzero as l0
 from ellzero import gates as gt
 from ellzero.graph.axes import Site
-from support.small_models import ConvNet, Flattened, Residual, Shared, Tied, mlp, scattered, set_gates
+from support.oracles import open_exactly, scattered
+from support.zoo import ConvNet, Flattened, Residual, Shared, Tied, mlp
 
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -113,7 +114,7 @@ def test_gradient_to_log_alpha_is_the_finite_difference() -> None:
     def loss() -> Tensor:
         return gated(x, gate_noise=noise).square().mean()
 
-    set_gates(gated, [True] * 9)
+    open_exactly(gated, [True] * 9)
     for _, gate in gated.named_gates():
         nn.init.normal_(gate.log_alpha, std=0.3)
     loss().backward()

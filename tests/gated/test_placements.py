@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph, Site
-from support.small_models import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
+from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
 
 
 def sizes(gated: l0.Gated) -> list[int]:

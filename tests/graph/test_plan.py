@@ -15,7 +15,8 @@ import ellzero as l0
 from ellzero.graph.axes import Graph
 from ellzero.graph.plan import ClosedAxisError, Plan, make_plan
 from ellzero.graph.standins import Closed, Select, put_closed, put_select
-from support.networks import MLP, LeNet, ResNet, settled
+from support.oracles import settled
+from support.zoo import MLP, LeNet, ResNet
 
 
 def graph_of(model: nn.Module, x: Tensor) -> Graph:

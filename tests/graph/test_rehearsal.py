@@ -13,7 +13,7 @@ import ellzero as l0
 from ellzero.graph.axes import Graph
 from ellzero.graph.rehearsal import agree, masked_weights, proven
 from ellzero.graph.tracing import as_inputs
-from support.networks import MLP, FeedForward, LeNet, ResNet
+from support.zoo import MLP, FeedForward, LeNet, ResNet
 
 
 def reasons(model: nn.Module, x: Tensor) -> dict[str, str | None]:

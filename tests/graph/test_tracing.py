@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph.tracing import as_inputs, batch_size, canonical_names
-from support.networks import MLP, Drawn, LeNet, ResNet, drawn_networks
+from support.fuzz import Drawn, drawn_networks
+from support.zoo import MLP, LeNet, ResNet
 
 
 def axes_of(model: nn.Module, x: Any) -> dict[str, l0.graph.Axis]:

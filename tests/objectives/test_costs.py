@@ -17,24 +17,8 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph, Site
-from support.small_models import (
-    COSTS,
-    Concat,
-    ConvNet,
-    Flattened,
-    Grouped,
-    Residual,
-    SquareStream,
-    Tied,
-    TwoReaders,
-    by_name,
-    every_state,
-    lenet,
-    measured,
-    mlp,
-    scattered,
-    set_gates,
-)
+from support.oracles import COSTS, by_name, every_state, measured, open_exactly, scattered
+from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, Tied, TwoReaders, lenet, mlp
 
 Opens = dict[str, list[bool]]
 Sizes = tuple[float, float, float]  # parameters, MACs, units
@@ -186,7 +170,7 @@ def test_kept_cost_is_that_of_the_compact_network_in_every_state(case: Case) -> 
     x = gated.example_inputs[0][0][:1]
     compared = 0
     for state, _ in every_state(gated):
-        set_gates(gated, state)
+        open_exactly(gated, state)
         opens = by_name(gated, state)
         try:
             small = l0.compact(gated, verify=False)
@@ -253,7 +237,7 @@ def test_a_vanished_branch_costs_the_bias_that_it_leaves() -> None:
 def test_kept_cost_of_what_cannot_be_closed_counts_the_unit_that_stays() -> None:
     """`compact` refuses an axis that is closed as a whole; a kept cost must not, since training may pass there."""
     gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
-    set_gates(gated, [False] * 3)
+    open_exactly(gated, [False] * 3)
     with pytest.raises(l0.graph.ClosedAxisError, match="`0`"):
         l0.compact(gated)
     assert number(l0.params(gated, kept=True)) == 2 + 1 + 2 + 2
@@ -309,7 +293,7 @@ def test_l0_norm_is_the_mean_number_of_weights_that_are_not_zero(case: Case) -> 
     )
     mean, mean_square = 0.0, 0.0
     for state, weight in list(every_state(gated)):
-        set_gates(gated, state)
+        open_exactly(gated, state)
         folded = dict(l0.fold(gated).named_parameters())
         entries = sum(int(folded[t].count_nonzero()) for t in counted)
         assert number(l0.l0_norm(gated, kept=True)) == entries
@@ -456,7 +440,7 @@ def test_macs_of_axes_by_hand_are_refused() -> None:
     )
     gated = l0.attach(model, torch.zeros(2, 2), axes=[l0.graph.Axis("hidden", 3, sites)])
     assert l0.dense(l0.params, gated) == 17
-    set_gates(gated, [True, False, True])
+    open_exactly(gated, [True, False, True])
     assert number(l0.params(gated, kept=True)) == measured(l0.compact(gated), torch.zeros(1, 2))[0] == 12
     with pytest.raises(ValueError, match="`macs` needs a traced forward"):
         l0.macs(gated)

@@ -19,18 +19,12 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.out.finalization import refuse_unreachable
-from support.networks import (
-    MLP,
-    Drawn,
-    FeedForward,
-    LeNet,
+from support.fuzz import Drawn, drawn_networks
+from support.oracles import (
     Readers,
-    ResNet,
-    SqueezeExcite,
     assert_same,
     between,
     counted_macs,
-    drawn_networks,
     each,
     masked_by_hand,
     numel,
@@ -39,6 +33,7 @@ from support.networks import (
     settled,
     tiled,
 )
+from support.zoo import MLP, FeedForward, LeNet, ResNet, SqueezeExcite
 
 
 def images(n: int, channels: int, *size: int, seed: int = 1) -> Tensor:

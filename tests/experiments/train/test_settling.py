@@ -29,7 +29,7 @@ from ellzero.gated.module import Gated
 from ellzero.objectives import costs
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import finalize
-from support.networks import assert_same, numel
+from support.oracles import assert_same, numel
 
 SETTLING = recipe(
     "wrn-10-1", placement="blocks", penalty=None, cost="l0_norm", at_most={f"blocks.{k}.conv1": 0.3 for k in range(3)},

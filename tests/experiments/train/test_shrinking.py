@@ -39,7 +39,9 @@ from ellzero.out import shrinking
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import finalize
 from support import processes
-from support.networks import Drawn, LeNet, assert_same, drawn_networks, numel, settled
+from support.fuzz import Drawn, drawn_networks
+from support.oracles import assert_same, numel, settled
+from support.zoo import LeNet
 
 
 @cache

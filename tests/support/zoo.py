@@ -1,14 +1,93 @@
-"""Networks small enough to visit every state of their gates, and the few handles that tests of gates share."""
+"""Small networks that tests share: a few of each kind, some small enough to visit every state of their gates."""
 
 import itertools
-from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
-import ellzero as l0
-from ellzero.gated.module import Gated
+
+class MLP(nn.Module):
+    def __init__(self, *sizes: int, activation: type[nn.Module] = nn.ReLU):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.activation = activation()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = self.activation(layer(x))
+        return self.layers[-1](x)
+
+
+class LeNet(nn.Module):
+    """LeNet-5 in small: two convolutions, a flatten, two linear layers."""
+
+    def __init__(self, maps: tuple[int, int] = (4, 5), hidden: int = 6):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, maps[0], 3), nn.Conv2d(maps[0], maps[1], 3)
+        self.fc1, self.fc2 = nn.Linear(maps[1] * 4, hidden), nn.Linear(hidden, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+
+
+class ResNet(nn.Module):
+    """A stem, a residual block with batch norm, a second block that changes the width, and a head."""
+
+    def __init__(self, width: int = 6, inner: int = 5, in_place: bool = False):
+        super().__init__()
+        self.stem = nn.Conv2d(2, width, 3, padding=1)
+        self.norm1, self.conv1 = nn.BatchNorm2d(width), nn.Conv2d(width, inner, 3, padding=1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(inner), nn.Conv2d(inner, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.head = nn.Linear(width, 3)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        out = self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))
+        if self.in_place:
+            out += x
+        else:
+            out = x + out
+        return self.head(F.relu(self.norm(out)).mean((2, 3)))
+
+
+class FeedForward(nn.Module):
+    """A transformer's feed-forward part on a residual stream, without a norm."""
+
+    def __init__(self, width: int = 5, inner: int = 7):
+        super().__init__()
+        self.embed, self.up, self.down, self.head = (
+            nn.Linear(3, width),
+            nn.Linear(width, inner),
+            nn.Linear(inner, width),
+            nn.Linear(width, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(x + self.down(torch.sigmoid(self.up(x))))
+
+
+class SqueezeExcite(nn.Module):
+    """A convolution scaled channel by channel by what two small layers make of its mean."""
+
+    def __init__(self, width: int = 6, squeezed: int = 4):
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, width, 3)
+        self.squeeze, self.excite = nn.Conv2d(width, squeezed, 1), nn.Conv2d(squeezed, width, 1)
+        self.conv2 = nn.Conv2d(width, 3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv1(x))
+        scale = torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(x, 1)))))
+        return self.conv2(x * scale)
+
+
+# ---------------------------------------------------------------- of a few units
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -140,49 +219,3 @@ class Shared(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.both(torch.relu(self.one(x)))) + self.both(torch.tanh(self.two(x))))
-
-
-def scattered(gated: Gated, spread: float = 2.0) -> Gated:
-    """Gates all over: nearly open, nearly closed and between."""
-    for _, gate in gated.named_gates():
-        nn.init.normal_(gate.log_alpha, std=spread)
-    return gated
-
-
-def set_gates(gated: Gated, opens: Sequence[bool]) -> None:
-    """Test-time gates exactly 1 where `opens` says so, and exactly 0 elsewhere."""
-    rest = torch.tensor([8.0 if o else -8.0 for o in opens])
-    with torch.no_grad():
-        for _, gate in gated.named_gates():
-            n = gate.shape.numel()
-            gate.log_alpha.copy_(rest[:n].reshape(gate.shape))
-            rest = rest[n:]
-    assert not len(rest)
-
-
-def every_state(gated: Gated) -> Iterator[tuple[tuple[bool, ...], float]]:
-    """Every state of all gates, with its probability: the product over gates of P(open) or P(closed)."""
-    p = gated.prob_open().tolist()
-    for state in itertools.product((False, True), repeat=len(p)):
-        weight = 1.0
-        for is_open, q in zip(state, p, strict=True):
-            weight *= q if is_open else 1 - q
-        yield state, weight
-
-
-def by_name(gated: Gated, state: Sequence[bool]) -> dict[str, list[bool]]:
-    out, start = {}, 0
-    for name, gate in gated.named_gates():
-        out[name] = list(state[start : start + gate.shape.numel()])
-        start += gate.shape.numel()
-    return out
-
-
-def measured(model: nn.Module, x: Tensor) -> tuple[int, float]:
-    """Parameters, and MACs for one example by torch's own counter."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model.eval()(x)
-    return sum(p.numel() for p in model.parameters()), counter.get_total_flops() / 2 / len(x)
-
-
-COSTS = (l0.params, l0.macs, l0.units)
