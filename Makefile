@@ -4,10 +4,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Test processes, each with whole files: a file's tests share what is dear to make, such as a browser (JOBS=0: in one).
+# Test processes (JOBS=0: in one). Each begins with its half of the tests in their order, and takes over from the other
+# when it is done: a file's tests share what is dear to make, such as a browser, and no core waits for the longest file.
 # One thread in each: the networks in the tests are small, and the sums come out alike on every machine.
 JOBS   ?= 2
-PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
