@@ -527,3 +527,20 @@ def test_compact_networks_go_through_onnx(case: str, tmp_path: Path) -> None:
         xs = torch.cat([x, x, -x])[:n]
         (out,) = session.run(None, {session.get_inputs()[0].name: xs.numpy()})
         torch.testing.assert_close(torch.from_numpy(out), small(xs).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_same_network_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Safetensors' own writer shuffles its metadata: the files of equal runs would differ."""
+    written = set()
+    for number in range(6):
+        network = nn.Linear(3, 2)
+        nn.init.ones_(network.weight)
+        nn.init.zeros_(network.bias)
+        l0.save(network, tmp_path / str(number))
+        written.add((tmp_path / str(number)).read_bytes())
+    (data,) = written
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert size % 8 == 0
+    assert list(header["__metadata__"]) == sorted(header["__metadata__"])
+    assert torch.equal(load_file(tmp_path / "0")["weight"], torch.ones(2, 3))

@@ -1,13 +1,14 @@
 """The way out: a plain network that computes what the gated one does in evaluation, smaller.
 
 `fold` multiplies the test-time gates into the weights and keeps shapes and zeros; `compact` then takes out every unit
-that is closed, and proves on the example input that nothing changed; `finalize` closes units until the kept cost is
-within a target. How units are taken out of tensors and modules is in `removal.py`.
+that is closed, and proves on the example input that nothing changed. How units are taken out of tensors and modules is
+in `graph.plan`; which are closed is the gates' business.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ class CompactionError(RuntimeError):
 
 
 def fold(gated: Gated) -> nn.Module:
-    """A plain copy of the model with the test-time gates multiplied into its weights: the same function as
-    `gated.eval()`, the same shapes.
+    """Multiplies the test-time gates into a plain copy of the model: the function of `gated.eval()`, the same shapes.
 
     Args:
         gated: the network.
@@ -37,9 +37,9 @@ def fold(gated: Gated) -> nn.Module:
     Returns:
         A module of the model's own class, without gates.
     """
-    _check(gated)
+    refuse_unfit(gated)
     with torch.no_grad():
-        return _folded(gated, gated.model)
+        return _with(gated.model, gated.gated_weights(_test_gates(gated), gated.model))
 
 
 def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
@@ -74,17 +74,18 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
           (2): Linear(in_features=2, out_features=2, bias=True)
         )
     """
-    _check(gated)
+    refuse_unfit(gated)
     plan = gated.plan().beyond(gated.taken)
     with torch.no_grad():
-        small = _folded(gated, gated.model)
+        small = fold(gated)
         plan.apply(small)
         if verify:
             _prove(gated, plan)
     return small
 
 
-def _check(gated: Any) -> None:
+def refuse_unfit(gated: Any) -> None:
+    """Refuses what is not a `Gated`, and one with a gate whose parameter is not finite."""
     if not isinstance(gated, Gated):
         raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
     for name, gate in gated.named_gates():
@@ -95,10 +96,11 @@ def _test_gates(gated: Gated) -> list[Tensor]:
     return gt.values([g for _, g in gated.named_gates()])
 
 
-def _folded(gated: Gated, model: nn.Module) -> nn.Module:
+def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    """A copy of the model that has these weights."""
     out = copy.deepcopy(model)
     members = dict(out.named_parameters())
-    for name, weight in gated.gated_weights(_test_gates(gated), out).items():
+    for name, weight in weights.items():
         members[name].copy_(weight)
     return out
 
@@ -108,14 +110,10 @@ def _prove(gated: Gated, plan: Plan) -> None:
     nothing.
     """
     model = copy.deepcopy(gated.model).double().eval()
-    home = gated.tables["ends"].device
-    inputs: Inputs = tree_map(lambda leaf: _double(leaf, home), gated.example_inputs)
+    inputs = fitted(gated.example_inputs, gated.tables["ends"].device, torch.float64)
     z = [v.double() for v in _test_gates(gated)]
     weights = gated.gated_weights(z, model)
-    small = _folded(gated, model)
-    members = dict(small.named_parameters())
-    for name, weight in weights.items():
-        members[name].copy_(weight)
+    small = _with(model, weights)
     plan.apply(small)
     for example in (inputs, stirred(inputs)):
         expected = _tensors(run(model, example, weights))
@@ -128,37 +126,45 @@ def _prove(gated: Gated, plan: Plan) -> None:
             raise CompactionError(f"the compact network differs from the gated one on the example, first at {layer}")
 
 
-def _double(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return leaf.to(device, torch.float64 if leaf.is_floating_point() else None)
+def fitted(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """The same inputs on a device, with numbers of a type."""
+
+    def fit(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.is_floating_point() else None)
+
+    out: Inputs = tree_map(fit, inputs)
+    return out
 
 
 def _tensors(out: Any) -> list[Tensor]:
     return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
 
 
+def _outputs(model: nn.Module, inputs: Inputs, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """What each innermost layer gives out the first time it runs, in the order they run."""
+    seen: dict[str, Tensor] = {}
+
+    def note(path: str, _: Any, __: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            seen.setdefault(path, out)
+
+    layers = [(path, module) for path, module in model.named_modules() if not list(module.children())]
+    hooks = [module.register_forward_hook(partial(note, path)) for path, module in layers]
+    run(model, inputs, weights)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
 def _first_difference(
     model: nn.Module, weights: dict[str, Tensor], small: nn.Module, plan: Plan, inputs: Inputs
 ) -> str:
     """The first layer, in the order they run, whose surviving outputs differ."""
-    seen: list[dict[str, Tensor]] = [{}, {}]
-    hooks = []
-    for which, net in enumerate((model, small)):
-        for path, module in net.named_modules():
-            if not list(module.children()):
-
-                def note(_: Any, __: Any, out: Any, path: str = path, which: int = which) -> None:
-                    if isinstance(out, Tensor):
-                        seen[which].setdefault(path, out)
-
-                hooks.append(module.register_forward_hook(note))
-    run(model, inputs, weights)
-    run(small, inputs)
-    for hook in hooks:
-        hook.remove()
-    for path, ours in seen[1].items():
-        reference = seen[0].get(path)
+    dense = _outputs(model, inputs, weights)
+    for path, ours in _outputs(small, inputs).items():
+        reference = dense.get(path)
         rows = plan.rows.get(f"{path}.weight", {}).get(0)
         if reference is not None and reference.shape != ours.shape and rows is not None:
             dim = next((d for d in range(ours.ndim) if ours.shape[d] != reference.shape[d]), 0)

@@ -1,60 +1,68 @@
-"""`finalize`: closes units until the kept cost is within its target."""
+"""Brings the kept cost within its target: `finalize` closes units, and `revive` opens one where none is left.
+
+It decides which units to close or open, and asks the costs what that changes. It does not know how gates work, nor when
+training ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import final
 
 import torch
 from torch import Tensor
 
 from ellzero.gated.module import Gated
 from ellzero.objectives.costs import Cost, dense, floor, params
-from ellzero.out.compaction import _check
+from ellzero.out.compaction import refuse_unfit
 
 
 def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, fill: bool = False) -> None:
     """Closes units until the *kept* cost is within the target: control becomes a guarantee.
 
-    Those go first that save most cost for the least evidence, a unit weighing more the fewer are left in its set, and
-    never the last one of a set: the one with most evidence, of those that the sets before still lead to. The gates are
-    changed in place; weights are not.
+    Closes the units with the lowest evidence per cost saved first. A unit weighs more the fewer are left in its
+    placement, and one always stays: the one with most evidence, of those that the placements before still lead to.
+    Changes the gates in place, and no weights.
 
     Args:
         gated: the network.
         at_most: fraction of the dense cost in (0, 1], or fractions by pattern as in `Constraint`.
         cost: `params`, `macs`, `units` or `l0_norm`.
-        fill: also open closed units, by little (`AbstractGate.open_`): one of each set that has none, as `revive` does,
-            then those with most evidence for their cost first, while they fit, since a budget that is not used is error
-            for nothing. This changes what the network computes; tune it afterwards.
+        fill: also open closed units, by little (`AbstractGate.open_`): one of each placement that has none, as `revive`
+            does, then those with most evidence per cost, while they fit. A budget that is not used is error for
+            nothing. This changes what the network computes; tune it afterwards.
 
     Raises:
         ValueError: the target lies below what the gates can reach; nothing is changed.
     """
-    _check(gated)
+    refuse_unfit(gated)
     if not callable(cost):
         raise TypeError(f"`cost` must be a cost such as `l0.macs`, got {cost!r}")
-    targets = dict(at_most) if isinstance(at_most, Mapping) else {None: at_most}
-    for fraction in targets.values():
+    targets = _targets(gated, at_most, cost)
+    for target in targets:
+        fraction = target.fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
             raise ValueError(f"`at_most` is a fraction of the dense cost in (0, 1], got {fraction!r}")
     opens = gated.opens()
     with torch.no_grad():
         opens = _revived(gated, opens) if fill else opens
         last = _one_of_each(gated, opens, gated.evidence())
-        for only, fraction in targets.items():
-            opens = _closed_until(gated, opens, last, cost, only, fraction)
+        for target in targets:
+            opens = _closed_until(target, opens, last)
         if fill:
-            opens = _filled(gated, opens, cost, targets)
+            opens = _filled(targets, opens)
     _put(gated, opens)
 
 
 def revive(gated: Gated) -> None:
-    """Opens, by little, one unit of every set that is closed as a whole: the one with most evidence.
+    """Opens, by little, one unit of every placement that is closed as a whole: the one with most evidence.
 
     A layer that is closed as a whole can still open while its gates are noisy; where they are fixed it is lost.
 
     Example:
+        >>> from torch import nn
         >>> from ellzero.gated.attaching import attach
         >>> gated = attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
         >>> for _, gate in gated.named_gates():
@@ -63,38 +71,14 @@ def revive(gated: Gated) -> None:
         >>> int(gated.opens().sum())
         1
     """
-    _check(gated)
+    refuse_unfit(gated)
     with torch.no_grad():
         _put(gated, _revived(gated, gated.opens()))
 
 
-def _put(gated: Gated, opens: Tensor) -> None:
-    start = 0
-    for _, gate in gated.named_gates():
-        mine = opens[start : start + gate.shape.numel()].reshape(gate.shape)
-        gate.close_(gate.open() & ~mine)
-        gate.open_(~gate.open() & mine)
-        start += gate.shape.numel()
-
-
-def _revived(gated: Gated, opens: Tensor) -> Tensor:
-    """With one more open in each set of which none is open that matters beside the sets before."""
-    opens, start, evidence = opens.clone(), 0, gated.evidence()
-    there = ~torch.as_tensor(gated.gone(), device=opens.device)
-    for _, gate in gated.named_gates():
-        mine = slice(start, start := start + gate.shape.numel())
-        ahead = opens.clone()
-        ahead[start:] = True  # whatever comes after it
-        matter = there[mine] & (_savings(gated, ahead, params, None)[mine] > 0)
-        among = matter if bool(matter.any()) else there[mine]
-        if bool(among.any()) and not bool((opens[mine] & among).any()):
-            opens[mine][torch.where(among, evidence[mine], -torch.inf).argmax()] = True
-    return opens
-
-
 def refuse_unreachable(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params) -> None:
-    """Says no, before any training, to a target that `finalize` could not reach after it: one below what is kept with
-    one unit in each set of gates.
+    """Refuses, before any training, a target that `finalize` could not reach: one below what is kept with one unit in
+    each placement.
 
     Args:
         gated: the network; it is left as it is, and what its gates say now does not matter.
@@ -105,6 +89,7 @@ def refuse_unreachable(gated: Gated, at_most: float | Mapping[str, float], cost:
         ValueError: naming the least fraction that `at_most` can be.
 
     Example:
+        >>> from torch import nn
         >>> from ellzero.gated.attaching import attach
         >>> gated = attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
         >>> refuse_unreachable(gated, 10 / 23)  # of 15 + 8 parameters, 5 + 4 are left with one unit
@@ -113,135 +98,178 @@ def refuse_unreachable(gated: Gated, at_most: float | Mapping[str, float], cost:
         ValueError: `at_most` must be at least 0.3913 of the dense cost, what is left with ...
     """
     everything = torch.ones_like(gated.opens(), dtype=torch.bool)
-    for only, fraction in (at_most if isinstance(at_most, Mapping) else {None: at_most}).items():
-        cheapest = _one_of_each(gated, everything, -_savings(gated, everything, cost, only))
-        least = _kept(gated, cheapest, cost, only) / dense(cost, gated, only)
-        if fraction < least * (1 - 1e-6):  # room for rounding
-            raise _unreachable(gated, cost, only, least, fraction)
+    for target in _targets(gated, at_most, cost):
+        cheapest = _one_of_each(gated, everything, -target.savings(everything))
+        least = target.kept(cheapest) / dense(target.counted, gated)
+        if target.fraction < least * (1 - 1e-6):  # room for rounding
+            raise target.unreachable(least)
+
+
+@final
+@dataclass(frozen=True)
+class _Target:
+    """The most that may be kept of a cost. Which gates are open is told by one flat vector over all placements."""
+
+    gated: Gated
+    cost: Cost
+    fraction: float
+    only: str | None = None  # pattern of what counts
+
+    @property
+    def counted(self) -> Cost:
+        return self.cost if self.only is None else partial(self.cost, only=self.only)
+
+    @property
+    def most(self) -> float:
+        return self.fraction * dense(self.counted, self.gated)
+
+    def kept(self, opens: Tensor) -> float:
+        """What is kept with these gates open."""
+        with self.gated.assuming(opens):
+            return float(self.counted(self.gated, kept=True))
+
+    def savings(self, opens: Tensor) -> Tensor:
+        """What closing each gate alone saves: a cost is linear in each gate, so its gradient is the difference."""
+        with torch.enable_grad():
+            p = opens.to(self.gated.tables["ends"].dtype).requires_grad_()
+            with self.gated.assuming(p):
+                (gradient,) = torch.autograd.grad(self.counted(self.gated), p)
+        return gradient
+
+    def unreachable(self, least: float) -> ValueError:
+        where = "" if self.only is None else f" for {self.only!r}"
+        _, layers = floor(self.cost, self.gated, self.only, kept=True)
+        return ValueError(
+            f"`at_most`{where} must be at least {least:.4g} of the dense cost, what is left with all but the last "
+            f"units closed, got {self.fraction:g}" + (f"; it is in {', '.join(layers[:5])}" if layers else "")
+        )
+
+
+def _targets(gated: Gated, at_most: float | Mapping[str, float], cost: Cost) -> list[_Target]:
+    if not isinstance(at_most, Mapping):
+        return [_Target(gated, cost, at_most)]
+    return [_Target(gated, cost, fraction, only) for only, fraction in at_most.items()]
+
+
+def _placements(gated: Gated) -> Iterator[slice]:
+    """Where the gates of each placement are in a flat vector."""
+    start = 0
+    for _, gate in gated.named_gates():
+        yield slice(start, start := start + gate.shape.numel())
+
+
+def _put(gated: Gated, opens: Tensor) -> None:
+    for mine, (_, gate) in zip(_placements(gated), gated.named_gates(), strict=True):
+        wanted = opens[mine].reshape(gate.shape)
+        gate.close_(gate.open() & ~wanted)
+        gate.open_(~gate.open() & wanted)
+
+
+def _among(candidates: Tensor, opens: Tensor, mine: slice, gated: Gated) -> Tensor:
+    """Of a placement's candidates those that matter beside the gates that are open; all, if none does."""
+    savings = _Target(gated, params, 1.0).savings(opens)
+    matter = candidates & (savings[mine] > 0)
+    return matter if bool(matter.any()) else candidates
+
+
+def _revived(gated: Gated, opens: Tensor) -> Tensor:
+    """With one more gate open in each placement of which none is open that matters beside the placements before."""
+    opens, evidence = opens.clone(), gated.evidence()
+    there = ~torch.as_tensor(gated.gone(), device=opens.device)
+    for mine in _placements(gated):
+        ahead = opens.clone()
+        ahead[mine.stop :] = True  # whatever comes after it
+        among = _among(there[mine], ahead, mine, gated)
+        if bool(among.any()) and not bool((opens[mine] & among).any()):
+            opens[mine][torch.where(among, evidence[mine], -torch.inf).argmax()] = True
+    return opens
 
 
 def _one_of_each(gated: Gated, opens: Tensor, worth: Tensor) -> Tensor:
-    """One open gate of each set that has any, the worthiest of those that matter beside the sets before: where gates
-    act within others, as those of single inputs within a map's, the two that are left belong together.
+    """One open gate of each placement that has any, the worthiest of those that matter beside the placements before.
+
+    Where gates act within others, as those of single inputs within a map's, the two that are left belong together.
     """
-    left, start = opens.clone(), 0
-    for _, gate in gated.named_gates():
-        mine = slice(start, start := start + gate.shape.numel())
-        matter = left[mine] & (_savings(gated, left, params, None)[mine] > 0)
-        among = matter if bool(matter.any()) else left[mine]
+    left = opens.clone()
+    for mine in _placements(gated):
+        among = _among(left[mine], left, mine, gated)
         best = torch.where(among, worth[mine], -torch.inf).argmax()
         left[mine] &= torch.arange(len(among), device=left.device) == best
     return left
 
 
-def _unreachable(gated: Gated, cost: Cost, only: str | None, least: float, fraction: float) -> ValueError:
-    where = "" if only is None else f" for {only!r}"
-    _, layers = floor(cost, gated, only, kept=True)
-    return ValueError(
-        f"`at_most`{where} must be at least {least:.4g} of the dense cost, what is left with all but the last units "
-        f"closed, got {fraction:g}" + (f"; it is in {', '.join(layers[:5])}" if layers else "")
-    )
-
-
-def _kept(gated: Gated, opens: Tensor, cost: Cost, only: str | None) -> float:
-    with gated.assuming(opens):
-        return float(cost(gated, kept=True, only=only) if only is not None else cost(gated, kept=True))
-
-
-def _closed_until(gated: Gated, opens: Tensor, last: Tensor, cost: Cost, only: str | None, fraction: float) -> Tensor:
-    target = fraction * dense(cost, gated, only)
-    current = _kept(gated, opens, cost, only)
-    evidence = gated.evidence().clamp(min=torch.finfo(torch.float32).tiny)
-    sizes = torch.tensor([g.shape.numel() for _, g in gated.named_gates()], device=opens.device)
-    member = torch.repeat_interleave(torch.arange(len(sizes), device=opens.device), sizes)
+def _closed_until(target: _Target, opens: Tensor, last: Tensor) -> Tensor:
+    """Closes units, but none of the `last`, until the target is met."""
+    most, current = target.most, target.kept(opens)
+    evidence = target.gated.evidence().clamp(min=torch.finfo(torch.float32).tiny)
     before, opens = opens, opens.clone()
-    while current > target:
-        saving = _savings(gated, opens, cost, only)
-        counts = torch.bincount(member[opens], minlength=len(sizes))
+    while current > most:
+        saving = target.savings(opens)
         may = opens & (saving > 0) & ~last
         if not bool(may.any()):
-            raise _unreachable(gated, cost, only, fraction * current / target, fraction)
-        fits = may & (saving <= current - target)  # near the end, smaller units instead of one that overshoots
+            raise target.unreachable(target.fraction * current / most)
+        fits = may & (saving <= current - most)  # near the end, smaller units instead of one that overshoots
         may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
-        score = _scores(torch.where(may, evidence / saving.clamp(min=1e-30), torch.inf), member, sizes, counts)
+        score = _scores(torch.where(may, evidence / saving.clamp(min=1e-30), torch.inf), opens, target.gated)
         order = torch.argsort(score, stable=True)[: int(may.sum())]
         # Half of the way at once, then savings are worked out anew; in the end one by one, so that nothing is closed
         # for nothing.
-        many = max(1, int((torch.cumsum(saving[order], 0) <= 0.5 * (current - target)).sum()))
+        many = max(1, int((torch.cumsum(saving[order], 0) <= 0.5 * (current - most)).sum()))
         opens[order[:many]] = False
-        current = _kept(gated, opens, cost, only)
-    return _refilled(gated, closed=before & ~opens, opens=opens, cost=cost, only=only, target=target)
+        current = target.kept(opens)
+    return _refilled(target, opens, closed=before & ~opens)
 
 
-def _filled(gated: Gated, opens: Tensor, cost: Cost, targets: Mapping[Any, float]) -> Tensor:
+def _scores(single: Tensor, opens: Tensor, gated: Gated) -> Tensor:
+    """Evidence per cost of every unit, higher the fewer are left beside it when its turn comes, as the first step of
+    log(n): no placement is used up before the others, also when many units are closed at once.
+    """
+    scores = single.clone()
+    for mine in _placements(gated):
+        turn = torch.argsort(torch.argsort(single[mine], stable=True), stable=True)
+        scores[mine] = single[mine] * len(turn) / (opens[mine].sum() - turn).clamp(min=1)
+    return scores
+
+
+def _filled(targets: list[_Target], opens: Tensor) -> Tensor:
     """Opens what fits into every target, as far as the target counts it."""
-    for only, fraction in targets.items():
-        target = fraction * dense(cost, gated, only)
-        before = opens.clone()
+    for target in targets:
+        before = opens
         # Nothing that costs nothing: an input of a map that is closed would be open on paper alone.
-        closed = ~opens & (_savings(gated, opens, cost, only) > 0)
-        closed &= ~torch.as_tensor(gated.gone(), device=opens.device)  # nothing is left there to open
-        opens = _refilled(gated, closed=closed, opens=opens.clone(), cost=cost, only=only, target=target)
-        others = [(o, f) for o, f in targets.items() if o != only]
-        if any(
-            _kept(gated, opens, cost, o) > max(f * dense(cost, gated, o), _kept(gated, before, cost, o))
-            for o, f in others
-        ):
+        closed = ~opens & (target.savings(opens) > 0)
+        closed &= ~torch.as_tensor(target.gated.gone(), device=opens.device)  # nothing is left there to open
+        opens = _refilled(target, opens.clone(), closed)
+        others = [other for other in targets if other is not target]
+        if any(other.kept(opens) > max(other.most, other.kept(before)) for other in others):
             opens = before  # targets that overlap: this one stays unfilled rather than break another
     return opens
 
 
-def _scores(single: Tensor, member: Tensor, sizes: Tensor, counts: Tensor) -> Tensor:
-    """Evidence for its cost of every unit, more the fewer are left beside it when its turn comes, as the first step of
-    log(n): no set is used up before the others, also when many units are closed at once.
-    """
-    scores = single.clone()
-    for number, (size, count) in enumerate(zip(sizes.tolist(), counts.tolist(), strict=True)):
-        mine = torch.nonzero(member == number).flatten()
-        turn = torch.argsort(torch.argsort(single[mine], stable=True), stable=True)
-        scores[mine] = single[mine] * size / (count - turn).clamp(min=1)
-    return scores
-
-
-def _refilled(gated: Gated, *, closed: Tensor, opens: Tensor, cost: Cost, only: str | None, target: float) -> Tensor:
-    """Opens again what still fits: the last unit to be closed may have been a large one, and a budget that is not
-    used is error for nothing.
-    """
-    evidence = gated.evidence()
+def _refilled(target: _Target, opens: Tensor, closed: Tensor) -> Tensor:
+    """Opens, of what is `closed`, what still fits: the last unit to be closed may have been a large one."""
+    evidence = target.gated.evidence()
     candidates = closed.clone()
-    current = _kept(gated, opens, cost, only)
+    most, current = target.most, target.kept(opens)
     while bool(closed.any()):
-        price = _savings(gated, opens, cost, only)
-        closed &= price <= target - current
+        price = target.savings(opens)
+        closed &= price <= most - current
         if not bool(closed.any()):
             break
         best = int(torch.where(closed, evidence / price.clamp(min=1e-30), -torch.inf).argmax())
         closed[best] = False
         opens[best] = True
-        now = _kept(gated, opens, cost, only)
-        if now > target:  # what comes back may cost more than its gradient says: padded groups, a layer that returns
+        now = target.kept(opens)
+        if now > most:  # what comes back may cost more than its gradient says: padded groups, a layer that returns
             opens[best] = False
         else:
             current = now
     # A closed unit that fills up a group of a convolution is there anyway, and costs less than its gradient says.
-    more = bool(gated.graph.balances)
+    more = bool(target.gated.graph.balances)
     while more:
         more = False
         for k in torch.argsort(evidence, descending=True).tolist():
             if candidates[k] and not opens[k]:
                 opens[k] = True
-                opens[k] = fits = _kept(gated, opens, cost, only) <= target
+                opens[k] = fits = target.kept(opens) <= most
                 more |= fits
     return opens
-
-
-def _savings(gated: Gated, opens: Tensor, cost: Cost, only: str | None) -> Tensor:
-    """What closing each gate alone saves: costs are linear in each gate, so the gradient at the present state is the
-    difference.
-    """
-    with torch.enable_grad():
-        p = opens.to(gated.tables["ends"].dtype).requires_grad_()
-        with gated.assuming(p):
-            value = cost(gated, only=only) if only is not None else cost(gated)
-        (gradient,) = torch.autograd.grad(value, p)
-    return gradient

@@ -13,7 +13,7 @@ from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from io import StringIO
-from typing import Any, Literal, final
+from typing import Literal, final
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import AbstractGate, NoExpectation
@@ -31,7 +30,7 @@ from ellzero.graph.plan import ClosedAxisError
 from ellzero.graph.tracing import batch_size, mode
 from ellzero.objectives.costs import Cost, l0_norm, macs, params
 from ellzero.objectives.latency import device_name, interleaved
-from ellzero.out.compaction import compact
+from ellzero.out.compaction import compact, fitted, refuse_unfit
 
 State = Literal["gated", "frozen", "not gated", "closed"]
 WIDTH = 100
@@ -225,10 +224,7 @@ def report(gated: Gated, *, speed: bool = False) -> Report:
         >>> left.axes[0].name, left.axes[0].dense, left.params.kept
         ('0', 3, 23)
     """
-    if not isinstance(gated, Gated):
-        raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
-    for name, gate in gated.named_gates():
-        gate.check(name)
+    refuse_unfit(gated)
     refusal = None
     try:
         gated.plan()
@@ -338,12 +334,7 @@ def _measured(gated: Gated) -> Speed:
     reference = next(p for p in gated.model.parameters() if p.is_floating_point())
     small = compact(gated, verify=False)
 
-    def fit(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to(reference.device, reference.dtype if leaf.is_floating_point() else None)
-
-    inputs = tree_map(fit, gated.example_inputs)
+    inputs = fitted(gated.example_inputs, reference.device, reference.dtype)
 
     def forward(model: nn.Module) -> Callable[[], object]:
         return lambda: model(*inputs[0], **inputs[1])

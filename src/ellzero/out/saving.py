@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
+from safetensors.torch import save as safetensors
 from torch import Tensor, nn
 
 from ellzero.gated.module import Gated
@@ -36,6 +36,16 @@ def installed_version() -> str:
         return version("ellzero")
     except PackageNotFoundError:  # run from a source tree
         return "unknown"
+
+
+def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file, with the same bytes for the same contents: its own writer puts metadata in any order."""
+    data = safetensors(dict(tensors), dict(metadata))
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start]) | {"__metadata__": dict(sorted(metadata.items()))}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text + data[start:]
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
         "ellzero": installed_version(),
         "structure": json.dumps(asdict(structure)),
     }
-    write_bytes(target, serialize(tensors, metadata))
+    write_bytes(target, serialized(tensors, metadata))
 
 
 def load(model: M, path: str | os.PathLike[str]) -> M:

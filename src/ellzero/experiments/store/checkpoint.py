@@ -20,11 +20,10 @@ from typing import Any, NoReturn, final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as serialize
 from torch import Tensor
 
 from ellzero.out.files import FileError, remove_leftovers, write_bytes, writing
-from ellzero.out.saving import installed_version
+from ellzero.out.saving import installed_version, serialized
 
 FORMAT, FORMAT_VERSION = "ellzero.checkpoint", 1
 
@@ -66,9 +65,7 @@ def save(
 ) -> Path:
     """Writes a checkpoint, all or nothing, and removes all but the last `keep`.
 
-    The bytes go to a temporary file in the same folder, are synchronised with the disk, and only then get the
-    checkpoint's name; the folder is synchronised before an older checkpoint is removed. Temporary files of writes that
-    were killed are removed first.
+    The new one is on the disk, with its name, before an older one is removed. What killed writes left is removed first.
 
     Args:
         folder: where to; made if it does not exist.
@@ -230,7 +227,7 @@ def _encode(state: Mapping[str, Any], step: int, recipe_digest: str | None, reci
         "header": header,
         "sha256": _checksum(header, tensors),
     }
-    return serialize(tensors, metadata)
+    return serialized(tensors, metadata)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
