@@ -126,6 +126,12 @@ def test_every_field_has_a_sentence_and_a_default_that_it_takes() -> None:
             assert checked(known.hint, name, known.default) == known.default
 
 
+def test_words_of_all_relations_name_fields_that_there_are() -> None:
+    for name, known in FIELDS.items():
+        for relation in (*known.rules, *known.needs):
+            assert "{" not in get("demo")._said(relation.words), name
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_recipe_survives_toml_json_and_strings(recipe: Recipe, tmp_path: Path) -> None:
     file = tmp_path / "other.toml"

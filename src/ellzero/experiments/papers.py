@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 
-from ellzero.experiments.recipe import Recipe, absent, nearest, refuse_unknown
+from ellzero.experiments.recipe.definition import Recipe, absent, nearest, refuse_unknown
 
 
 def load_toml(path: str | PathLike[str]) -> Recipe:
@@ -66,7 +66,7 @@ def get(name: str) -> Recipe:
 
 def _papers() -> Iterable[Recipe]:
     mlp = {"fc1": 0.2, "fc2": 0.5, "fc3": 0.5}
-    # Louizos et al. (2018), section 4.1, and their code: 200 epochs of Adam at 1e-3 and 100 images, as by default.
+    # Louizos et al. (2018), section 4.1, and their code
     adam = {"epochs": 200, "lr": 1e-3, "batch": 100, "ema": 0.999, "scaling": "unit"}
     gates = {"placement": "per_layer", "drop_rates": mlp, "rule": "noiseless", "penalty": 0.1}
     louizos = Recipe.from_dict({"name": "louizos-mlp", "network": "lenet300", "data": "mnist", **gates, **adam})

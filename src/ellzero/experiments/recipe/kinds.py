@@ -23,9 +23,8 @@ class Range:
 @final
 @dataclass(frozen=True)
 class Rule:
-    """What must hold between a field and others: the recipe is refused otherwise.
-
-    `words` follow the field's name in the refusal; values of fields stand in braces, as `str.format` has them.
+    """What must hold between a field and others. The refusal has `words` after the field's name; values of fields stand
+    in braces, as `str.format` has them.
     """
 
     holds: Callable[[Any], bool]
@@ -35,9 +34,8 @@ class Rule:
 @final
 @dataclass(frozen=True)
 class Needs:
-    """Where a field acts: elsewhere it has its default, and `words` say why, as those of a `Rule`.
-
-    If it is `strict`, a recipe with another value is refused; if not, only a value that was set on purpose.
+    """Where a field acts: elsewhere it has its default, and `words` say why, as those of a `Rule`. If it is `strict`, a
+    recipe with another value is refused; if not, only a value that was set on purpose.
     """
 
     acts: Callable[[Any], bool]
@@ -57,11 +55,7 @@ Epochs = tuple[Count, ...]
 
 @final
 class Described:
-    """A field of a dataclass, as its annotation describes it.
-
-    Args:
-        field: whose type is `Annotated[kind, ...]` with its sentence, and with `Range`, `Rule`s and `Needs` if any.
-    """
+    """A field of type `Annotated[kind, ...]` with its sentence, and with `Range`, `Rule`s and `Needs` if any."""
 
     def __init__(self, field: Field[Any]) -> None:
         self.name, self.hint = field.name, field.type
