@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ellzero as l0
 from ellzero.experiments import networks
 from ellzero.experiments.papers import RECIPES, get, load_toml
 from ellzero.experiments.recipe import FIELDS, Recipe, from_strings
 from ellzero.experiments.recipe.kinds import checked
 from ellzero.experiments.train.building import where
+from ellzero.graph.tracing import trace
 
 # ---------------------------------------------------------------- the papers' rows
 
@@ -58,8 +58,8 @@ def gates(recipe: Recipe) -> dict[str, int]:
     key = recipe.network.replace("-28-10", "-28-1"), recipe.placement
     if key not in FOUND:
         facts = networks.find(key[0])
-        gated = l0.attach(facts.make(10), (torch.zeros(2, *facts.images),), where=where(recipe))
-        FOUND[key] = {name: gate.shape.numel() for name, gate in gated.named_gates()}
+        graph = trace(facts.make(10), (torch.zeros(2, *facts.images),))
+        FOUND[key] = {placement.name: placement.shape[0] for placement in where(recipe)(graph)}
     return FOUND[key]
 
 
