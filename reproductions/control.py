@@ -18,7 +18,9 @@ from rich.table import Table
 
 from ellzero.experiments.figures import COLOURS, INK, MARKERS, grid, legend, save
 from ellzero.experiments.papers import get
-from ellzero.experiments.reproduce import Row, Study, interval, new_table, point_at_end_of_training
+from ellzero.experiments.statistics import interval
+from ellzero.experiments.study import Row, Study, point_at_end_of_training
+from ellzero.out.tables import new_table
 
 TARGETS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
 COSTS = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}

@@ -14,7 +14,9 @@ from typing import Any
 from rich.table import Table
 
 from ellzero.experiments.papers import get
-from ellzero.experiments.reproduce import Row, Study, new_table, took, with_interval
+from ellzero.experiments.statistics import with_interval
+from ellzero.experiments.study import Row, Study, took
+from ellzero.out.tables import new_table
 
 PAIRS = (("MLP, ε=33 %", get("gallego-mlp")), ("LeNet-5, ε=10 %", get("gallego-lenet5")))
 ROWS = tuple(

@@ -13,7 +13,7 @@ from typing import Any
 
 from ellzero.experiments.figures import BLUE, INK, VERMILION, curves, grid, legend, save
 from ellzero.experiments.papers import get
-from ellzero.experiments.reproduce import Row, Study, by_epoch
+from ellzero.experiments.study import Row, Study, by_epoch
 
 TARGET = get("gallego-mlp")
 ROWS = (

@@ -18,7 +18,9 @@ from rich.table import Table
 
 from ellzero.experiments.figures import BLUE, INK, VERMILION, grid, save
 from ellzero.experiments.papers import get
-from ellzero.experiments.reproduce import Row, Study, interval, new_table, took, with_interval
+from ellzero.experiments.statistics import interval, with_interval
+from ellzero.experiments.study import Row, Study, took
+from ellzero.out.tables import new_table
 
 EPOCHS = 100
 TARGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8)

@@ -8,7 +8,7 @@ from Table 1, to see what of its errors is due to it.
 """
 
 from ellzero.experiments.papers import get
-from ellzero.experiments.reproduce import Row, Study
+from ellzero.experiments.study import Row, Study
 
 PUBLISHED = {
     "gallego-mlp": ("MLP, ε=33 %", "198-233-100", "1.4 | 1.69±0.11"),

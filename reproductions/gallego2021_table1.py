@@ -8,7 +8,7 @@ epochs over five runs.
 """
 
 from ellzero.experiments.papers import get
-from ellzero.experiments.reproduce import Row, Study
+from ellzero.experiments.study import Row, Study
 
 STUDY = Study(
     name="gallego2021-table1",

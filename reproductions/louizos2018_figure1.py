@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ellzero.experiments.figures import COLOURS, grid, legend, save
-from ellzero.experiments.reproduce import Study
+from ellzero.experiments.study import Study
 
 POWERS = (2.0, 1.0, 0.5, 0.25, 0.0)
 NAMES = {2.0: "p=2, weight decay", 1.0: "p=1, lasso", 0.0: "p=0, L0"}

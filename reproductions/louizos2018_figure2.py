@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ellzero.experiments.figures import BLUE, GREY, VERMILION, grid, save
-from ellzero.experiments.reproduce import Study
+from ellzero.experiments.study import Study
 from ellzero.gates.distributions import BinaryConcrete, HardConcrete
 
 BETA, GAMMA, ZETA, SAMPLES = 0.5, -0.1, 1.1, 10_000

@@ -25,7 +25,7 @@ from ellzero.experiments import networks as zoo
 from ellzero.experiments.figures import BLUE, GREY, INK, VERMILION, curves, grid, legend, save
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.reproduce import Row, Study, by_epoch
+from ellzero.experiments.study import Row, Study, by_epoch
 
 ROWS = (
     Row("MLP, λ=0.1/N", get("louizos-mlp"), "219-214-100", "1.4"),

@@ -9,7 +9,7 @@ LeNet-5 ([10, 0.5, 0.1, 10]/N); the MLP's are published nowhere and are ours.
 """
 
 from ellzero.experiments.papers import get
-from ellzero.experiments.reproduce import Row, Study
+from ellzero.experiments.study import Row, Study
 
 STUDY = Study(
     name="louizos2018-table1",

@@ -13,7 +13,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ellzero.experiments.reproduce import Record, find, markdown, new_table, stored, studies
+from ellzero.experiments.campaign import Record
+from ellzero.experiments.study import find, stored, studies
+from ellzero.out.tables import markdown, new_table
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reproduction.md"

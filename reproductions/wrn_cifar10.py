@@ -32,8 +32,10 @@ from rich.table import Table
 
 from ellzero.experiments.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, grid, legend, save
 from ellzero.experiments.papers import get
-from ellzero.experiments.reproduce import Row, Study, new_table, with_interval
+from ellzero.experiments.statistics import with_interval
 from ellzero.experiments.store.folder import pace
+from ellzero.experiments.study import Row, Study
+from ellzero.out.tables import new_table
 
 DENSE = "wrn-cifar10"
 CONSTRAINED = "shrink-wrn-{}-cifar10"

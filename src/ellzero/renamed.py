@@ -42,7 +42,7 @@ MODULES = {
     "recipes": "experiments.recipe",
     "removal": "graph.plan",
     "report": "out.reporting",
-    "reproduce": "experiments.reproduce",
+    "reproduce": "experiments.study",
     "runs": "experiments.train",
     "saving": "out.saving",
     "shrinking": "out.shrinking",

@@ -1,5 +1,6 @@
-"""Published tables run again: intervals against scipy's Student, stacks by hand, files, resume, the printed table and
-the command.
+"""Published tables run again: records against runs alone, files, resume, the printed table and the command.
+
+What is the campaign's business, such as stacks, is tested there.
 """
 
 from __future__ import annotations
@@ -10,47 +11,45 @@ import platform
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
 import ellzero.cli.studies as command
-from ellzero.cli import main
+from ellzero.cli import main, opening
+from ellzero.experiments import study as making
+from ellzero.experiments.campaign import CampaignError
 from ellzero.experiments.data import Dataset, load
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.reproduce import (
+from ellzero.experiments.store import checkpoint
+from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.study import (
+    Reproduction,
     Row,
     Study,
     StudyError,
     by_epoch,
-    held,
-    interval,
     point_at_end_of_training,
-    reproduce,
-    stack_name,
-    stacks,
     stored,
     studies,
     table,
     took,
 )
-from ellzero.experiments.store import checkpoint
-from ellzero.experiments.store.folder import Folder, FolderError
+from ellzero.experiments.study.making import held
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.loop import Stopped
-from ellzero.experiments.train.trainer import Trainer
-from ellzero.experiments.train.watching import AbstractWatcher
+from ellzero.experiments.train.trainer import DivergedError, Trainer
 from support import ROOT
+from support.campaigns import Untrained, Watching, crash
 
 
 @cache
@@ -65,66 +64,25 @@ def tiny(name: str, **changes: Any) -> Recipe:
     return get("gallego-mlp").override(name=name, **changes)
 
 
+def reproduce(study: Study, out: Path, **options: Any) -> list[dict[str, Any]]:
+    done = {name: options.pop(name) for name in ("resume", "fresh", "watchers", "say") if name in options}
+    return making.reproduce(Reproduction(study, **options), lambda _: data(), out, **done)
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> Untrained:
+    stand_in = Untrained()
+    monkeypatch.setattr(training, "train", stand_in)
+    return stand_in
+
+
+def light(name: str, **changes: Any) -> Recipe:
+    """A recipe without constraints, which the stand-in can train."""
+    return tiny(name, at_most=None, penalty=0.1, **changes)
+
+
 def study(*rows: Row, **changes: Any) -> Study:
     return Study("a-study", "A study", rows, **changes)
-
-
-# ---- intervals ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [2, 3, 5, 10, 11, 12, 20, 40, 500])
-def test_the_interval_is_students(n: int) -> None:
-    values = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(n)).tolist()
-    mean, half = interval(values)
-    low, high = stats.t.interval(0.95, n - 1, loc=statistics.fmean(values), scale=stats.sem(values))
-    assert mean == pytest.approx((low + high) / 2)
-    assert half == pytest.approx((high - low) / 2, rel=3e-4)
-
-
-def test_one_value_has_no_interval() -> None:
-    mean, half = interval([1.5])
-    assert mean == 1.5
-    assert math.isnan(half)
-
-
-# ---- stacks ---------------------------------------------------------------------------------------------------------
-
-
-def test_runs_are_stacked_where_only_seed_objective_and_name_differ() -> None:
-    a, b, c = tiny("a"), tiny("b", at_most={"fc1": 0.3}), tiny("c", lr=0.1)
-    d = tiny("d", at_most=None, penalty=0.1)
-    runs = [r.override(seed=s) for r in (a, b, c, d) for s in range(2)]
-    groups = [[(r.name, r.seed) for r in group] for group in stacks(runs)]
-    assert groups == [[("a", 0), ("a", 1), ("b", 0), ("b", 1), ("d", 0), ("d", 1)], [("c", 0), ("c", 1)]]
-
-
-def test_a_large_group_is_split_into_equal_parts() -> None:
-    runs = [tiny("a", seed=seed) for seed in range(7)]
-    parts = stacks(runs, limit=3)
-    assert [len(p) for p in parts] == [2, 2, 3]
-    assert [r for part in parts for r in part] == runs
-    assert [len(p) for p in stacks(runs, limit=7)] == [7]
-    with pytest.raises(ValueError, match="`limit` must be at least 1, got 0"):
-        stacks(runs, limit=0)
-
-
-def test_a_stack_is_named_by_all_that_is_in_it() -> None:
-    a, b = tiny("a"), tiny("b", seed=1)
-    names = [stack_name(s) for s in ([a], [b], [a, b], [b, a], [a.override(lr=0.1)], [a.override(name="c")])]
-    assert len(set(names)) == len(names)
-    assert stack_name([a, b]) == stack_name([Recipe.from_dict(a.to_dict()), b])
-    assert all(re.fullmatch(r"lenet300-[0-9a-f]{12}", name) for name in names)
-
-
-def test_what_cannot_share_a_stack_goes_alone() -> None:
-    for one in (
-        get("louizos-wrn-0.001-cifar10"),
-        tiny("augmented", augment=True),
-        tiny("shrinks", shrink_at=(3,)),
-        tiny("last", channels_last=True),
-    ):
-        runs = [one, one.override(seed=1), one.override(name="other")]
-        assert stacks(runs) == [[r] for r in runs]
 
 
 # ---- studies --------------------------------------------------------------------------------------------------------
@@ -148,7 +106,7 @@ def test_rows_of_different_data_are_refused() -> None:
 
 
 def test_files_that_define_one_study_twice_are_refused(tmp_path: Path) -> None:
-    text = 'from ellzero.reproduce import Study\nSTUDY = Study("same", "Same", compute=list)\n'
+    text = 'from ellzero.experiments.study import Study\nSTUDY = Study("same", "Same", compute=list)\n'
     (tmp_path / "one.py").write_text(text)
     assert list(studies(tmp_path)) == ["same"]
     (tmp_path / "two.py").write_text(text)
@@ -169,7 +127,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Study, list[di
     )
     said: list[str] = []
     made = study(*rows)
-    return out, made, reproduce(made, data(), seeds=2, epochs=1, out=out, say=said.append), said
+    return out, made, reproduce(made, out, seeds=2, epochs=1, say=said.append), said
 
 
 def test_each_row_leaves_a_file_with_all_that_is_needed_to_repeat_it(done: Any) -> None:
@@ -190,7 +148,7 @@ def test_each_row_leaves_a_file_with_all_that_is_needed_to_repeat_it(done: Any) 
             assert seed["seconds_of_stack"] > 0
             assert [h["epoch"] for h in seed["history"]] == [1]
             assert seed["history"][0]["seconds"] == pytest.approx(seed["seconds_of_stack"], abs=1e-3)
-    assert said == ["4 runs together: first, second"]
+    assert said == ["2 rows × 2 seeds: 4 runs, 0 done before, the others in 1 stack", "4 runs together: first, second"]
     assert stored(made, out) == (records, [])
 
 
@@ -232,7 +190,7 @@ def test_constraints_by_layer_are_means_of_their_gates() -> None:
 
 def test_a_result_is_json_even_where_there_was_no_loss(tmp_path: Path) -> None:
     final = study(Row("final", tiny("final", finalize=True, epochs=1)))
-    reproduce(final, data(), seeds=1, out=tmp_path)
+    reproduce(final, tmp_path, seeds=1)
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON")
@@ -243,13 +201,14 @@ def test_a_result_is_json_even_where_there_was_no_loss(tmp_path: Path) -> None:
     assert point_at_end_of_training(seed) == seed["history"][0]
 
 
-def test_only_the_rows_that_match_are_trained(tmp_path: Path) -> None:
-    made = study(Row("a", tiny("first")), Row("b", tiny("second")))
-    (record,) = reproduce(made, data(), seeds=1, epochs=1, only="sec*", out=tmp_path)
+def test_only_the_rows_that_match_are_trained(untrained: Untrained, tmp_path: Path) -> None:
+    made = study(Row("a", light("first")), Row("b", light("second")))
+    (record,) = reproduce(made, tmp_path, seeds=1, epochs=1, only="sec*")
+    assert [[r.name for r in stack] for stack in untrained.stacks] == [["second"]]
     assert record["recipe"]["name"] == "second"
     assert stored(made, tmp_path) == ([record], ["first"])
     with pytest.raises(StudyError, match=r"`--only` must match the name of a recipe \(first, second\), got 'x'"):
-        reproduce(made, data(), only="x")
+        Reproduction(made, only="x")
     assert [r.name for _, r in made.recipes(only="sec*,first")] == ["first", "second"]  # in the order of the study
     assert [r.name for _, r in made.recipes(only="second, s*")] == ["second"]
     with pytest.raises(StudyError, match="got 'x'"):
@@ -258,7 +217,7 @@ def test_only_the_rows_that_match_are_trained(tmp_path: Path) -> None:
 
 def test_what_is_computed_is_stored_with_its_source(tmp_path: Path) -> None:
     made = study(compute=lambda: [{"name": "numbers", "x": [1, 2]}])
-    (record,) = reproduce(made, out=tmp_path)
+    (record,) = reproduce(made, tmp_path)
     assert json.loads((tmp_path / "numbers.json").read_text()) == record
     assert (record["x"], record["torch"]) == ([1, 2], torch.__version__)
     assert stored(made, tmp_path) == ([record], [])
@@ -267,36 +226,19 @@ def test_what_is_computed_is_stored_with_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["seeds", "every", "at_once"])
 def test_numbers_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
-        reproduce(study(Row("a", tiny("a"))), data(), **{name: 0})
+        Reproduction(study(Row("a", tiny("a"))), **{name: 0})
 
 
-def test_training_without_data_is_refused() -> None:
-    with pytest.raises(ValueError, match="`dataset` must be given for `a-study`"):
-        reproduce(study(Row("a", tiny("a"))))
+def test_a_run_that_diverges_leaves_the_other_rows(untrained: Untrained, tmp_path: Path) -> None:
+    made = study(Row("a", light("bad").override(penalty=1e300)), Row("b", light("good")))
+    for _ in range(2):  # what is noted is not tried again
+        with pytest.raises(DivergedError, match="the loss of `bad`, seed 0, is nan"):
+            reproduce(made, tmp_path, seeds=1)
+    assert untrained.sizes == [2, 1, 1]
+    assert stored(made, tmp_path)[1] == ["bad"]
 
 
 # ---- stopped, and taken up again ------------------------------------------------------------------------------------
-
-
-@final
-class Breaker(AbstractWatcher):
-    """Does something at one step of one stack."""
-
-    def __init__(self, stack: int, step: int, action: Any) -> None:
-        self.stack, self.at, self.action, self.begun = stack, step, action, 0
-
-    def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
-        self.begun += 1
-
-    def step(self, done: int) -> None:
-        if (self.begun, done) == (self.stack, self.at):
-            self.action()
-
-    def note(self, records: list[dict[str, Any]]) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 def two_stacks() -> Study:
@@ -313,13 +255,9 @@ def without_times(records: Sequence[dict[str, Any]]) -> str:
     return json.dumps(text)
 
 
-def crash() -> None:
-    raise RuntimeError("the power went")
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return without_times(reproduce(two_stacks(), data(), seeds=2, out=tmp_path_factory.mktemp("whole")))
+    return without_times(reproduce(two_stacks(), tmp_path_factory.mktemp("whole"), seeds=2))
 
 
 @pytest.mark.parametrize(
@@ -328,26 +266,24 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_reproduction_goes_on_where_it_was(whole: str, action: Any, error: type[Exception], tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(error):
-        reproduce(two_stacks(), data(), seeds=2, out=tmp_path, watchers=[Breaker(2, 3, action)])
+        reproduce(two_stacks(), tmp_path, seeds=2, watchers=[Watching(1, 3, action)])
     assert (tmp_path / "first.json").exists()  # the first stack was finished
     assert not (tmp_path / "second.json").exists()
-    records = reproduce(two_stacks(), data(), seeds=2, out=tmp_path, say=said.append)
-    assert said == ["2 runs together: first: done before", "2 runs together: second"]
+    records = reproduce(two_stacks(), tmp_path, seeds=2, say=said.append)
+    assert said == ["2 rows × 2 seeds: 4 runs, 2 done before, the others in 1 stack", "2 runs together: second"]
     assert without_times(records) == whole
 
 
 def test_an_interrupted_stack_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     made = study(Row("a", tiny("first")))
-    interrupt = Breaker(1, 3, lambda: signal.raise_signal(signal.SIGINT))
+    interrupt = Watching(0, 3, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Stopped):
-        reproduce(made, data(), seeds=1, out=tmp_path, watchers=[interrupt])
+        reproduce(made, tmp_path, seeds=1, watchers=[interrupt])
     (folder,) = (tmp_path / "stacks").iterdir()
     assert checkpoint.steps(Folder.open(folder).checkpoints) == [3]
-    steps: list[int] = []
-    watcher = Breaker(0, 0, crash)
-    watcher.step = steps.append  # type: ignore[method-assign]
-    reproduce(made, data(), seeds=1, out=tmp_path, watchers=[watcher])
-    assert steps == [4]
+    watcher = Watching()
+    reproduce(made, tmp_path, seeds=1, watchers=[watcher])
+    assert watcher.steps == [4]
 
 
 def test_what_is_finished_is_not_trained_again(done: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,55 +294,59 @@ def test_what_is_finished_is_not_trained_again(done: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(training, "train", refuse)
     monkeypatch.setattr(training, "restore", refuse)
-    assert reproduce(made, data(), seeds=2, epochs=1, out=out) == records
+    assert reproduce(made, out, seeds=2, epochs=1) == records
 
 
 def test_constraints_lost_in_a_crash_are_made_again(done: Any) -> None:
     out, made, records, _ = done
     (folder,) = (out / "stacks").iterdir()
     (folder / "constraints.json").unlink()
-    assert reproduce(made, data(), seeds=2, epochs=1, out=out) == records
+    assert reproduce(made, out, seeds=2, epochs=1) == records
     assert (folder / "constraints.json").exists()
 
 
 def test_a_folder_with_other_settings_is_refused(done: Any) -> None:
     out, made, _, _ = done
-    with pytest.raises(StudyError, match=r"other settings \(seeds 2 and not 3; every 1 and not 5\)"):
-        reproduce(made, data(), seeds=3, epochs=1, every=5, out=out)
-    with pytest.raises(StudyError, match=r"other settings \(epochs 1 and not 2\)"):
-        reproduce(made, data(), seeds=2, out=out)
-    with pytest.raises(StudyError, match=r"other settings \(other rows: second\)"):
-        reproduce(made, data(), seeds=2, epochs=1, only="first", out=out)
+    with pytest.raises(CampaignError, match=r"other settings \(`seeds` 2 and not 3; `every` 1 and not 5\)"):
+        reproduce(made, out, seeds=3, epochs=1, every=5)
+    with pytest.raises(CampaignError, match=r"other settings \(`epochs` 1 and not 2\)"):
+        reproduce(made, out, seeds=2)
+    with pytest.raises(CampaignError, match=r"other settings \(other rows: second\)"):
+        reproduce(made, out, seeds=2, epochs=1, only="first")
     with pytest.raises(StudyError, match="holds the study `a-study`"):
-        reproduce(replace(made, name="another"), data(), seeds=2, epochs=1, out=out)
+        reproduce(replace(made, name="another"), out, seeds=2, epochs=1)
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "letter.txt").touch()
-    with pytest.raises(StudyError, match="must be a new or empty folder"):
-        reproduce(study(Row("a", tiny("a"))), data(), out=tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["letter.txt"]
+def test_a_fresh_start_removes_its_own_only_when_it_can_begin(untrained: Untrained, tmp_path: Path) -> None:
+    made = study(Row("a", light("first")), Row("b", light("second")))
+    reproduce(made, tmp_path, seeds=1)
+    for name in ("note.txt", "first-seed0.safetensors", "figures"):
+        (tmp_path / name).touch()
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+
+    def nothing(_: str) -> Dataset:
+        raise OSError("there are no such files")
+
+    with pytest.raises(OSError, match="no such files"):
+        making.reproduce(Reproduction(made, seeds=2), nothing, tmp_path, fresh=True)
+    with pytest.raises(StudyError, match="holds the study `a-study`"):
+        reproduce(replace(made, name="another"), tmp_path, fresh=True)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    reproduce(made, tmp_path, seeds=1, only="second", fresh=True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["note.txt", "second.json", "stacks", "study.json"]
+    (tmp_path / "study.json").write_text("{")
+    with pytest.raises(CampaignError, match="is damaged"):
+        reproduce(made, tmp_path, seeds=1)
+    reproduce(made, tmp_path, seeds=1, fresh=True)
 
 
-def test_a_stack_s_folder_with_other_recipes_is_refused(tmp_path: Path) -> None:
-    made = study(Row("a", tiny("first")))
-    name = stack_name([tiny("first", epochs=1)])
-    Folder.create(tmp_path / "out" / "stacks" / name, [tiny("other")])
-    (tmp_path / "out" / "study.json").write_text("{")
-    with pytest.raises(StudyError, match="is damaged"):
-        reproduce(made, data(), seeds=1, epochs=1, out=tmp_path / "out")
-    settings = {"seeds": 1, "every": 1, "at_once": 64, "recipes": [tiny("first", epochs=1).to_dict()]}
-    head = {"format": "ellzero.reproduction", "format_version": 1, "study": "a-study"}
-    (tmp_path / "out" / "study.json").write_text(json.dumps({**head, "settings": settings}))
-    with pytest.raises(FolderError, match="must hold the stack that its name says"):
-        reproduce(made, data(), seeds=1, epochs=1, out=tmp_path / "out")
-
-
-def test_a_row_from_two_commits_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = study(Row("a", tiny("first")))
+def test_a_row_from_two_commits_names_both(
+    untrained: Untrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = study(Row("a", light("first")))
     commits = iter(["abc", "def"])
-    monkeypatch.setattr("ellzero.experiments.reproduce.provenance", lambda _: {"commit": next(commits), "torch": "2"})
-    (record,) = reproduce(made, data(), seeds=2, epochs=1, at_once=1, out=tmp_path)
+    monkeypatch.setattr("ellzero.experiments.campaign.provenance", lambda _: {"commit": next(commits), "torch": "2"})
+    (record,) = reproduce(made, tmp_path, seeds=2, epochs=1, at_once=1)
     assert (record["commit"], record["torch"]) == ("abc, def", "2")
     assert [s["runs_in_stack"] for s in record["seeds"]] == [1, 1]
 
@@ -457,9 +397,9 @@ def test_seconds_of_several_stacks_are_summed() -> None:
     assert took({"seeds": seeds[:1]}) == "2 (1 run)"
 
 
-def test_a_dense_network_has_a_row_too() -> None:
+def test_a_dense_network_has_a_row_too(tmp_path: Path) -> None:
     row = Row("dense", tiny("dense", placement=None, at_most=None, epochs=1), "784-300-100", "1.6")
-    (got,) = cells(reproduce(study(row), data(), seeds=1))
+    (got,) = cells(reproduce(study(row), tmp_path, seeds=1))
     assert got[:4] == ["dense", "784-300-100", "dense", "1.6"]
     assert got[6:10] == ["100.0 %", "100.0 %", "100 %", "100 %"]
 
@@ -476,11 +416,13 @@ def test_curves_of_seeds_that_do_not_match_are_refused() -> None:
 
 @pytest.fixture
 def few_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "load_data", lambda name, data_dir, device: data())
+    monkeypatch.setattr(opening, "load_data", lambda name, data_dir, device: data())
     monkeypatch.chdir(tmp_path)
 
 
 TABLE = ["reproduce", "gallego2021-table1", "--seeds", "1", "--epochs", "1", "--data", "mnist5k", "--quiet"]
+
+LIGHT = ["reproduce", "louizos2018-table1", *TABLE[2:]]  # without constraints, which the stand-in cannot train
 
 
 def test_the_command_lists_the_studies(capsys: pytest.CaptureFixture[str]) -> None:
@@ -492,39 +434,39 @@ def test_the_command_lists_the_studies(capsys: pytest.CaptureFixture[str]) -> No
     assert [s["name"] for s in json.loads(capsys.readouterr().out)] == list(studies())
 
 
-@pytest.mark.usefixtures("few_images")
+@pytest.mark.usefixtures("few_images", "untrained")
 def test_the_command_trains_prints_stores_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    only = ["--only", "gallego-mlp*"]
-    assert main([*TABLE, *only]) == 0
+    only = ["--only", "louizos-mlp*"]
+    assert main([*LIGHT, *only]) == 0
     printed = capsys.readouterr().out
-    assert "Gallego-Posada et al. (2021), Table 1; mnist5k, 1 epoch, CPU" in printed
-    assert "198-233-100" in printed
-    out = Path("runs/reproduce/gallego2021-table1")
+    assert "Louizos et al. (2018), Table 1; mnist5k, 1 epoch, CPU" in printed
+    assert "219-214-100" in printed
+    out = Path("runs/reproduce/louizos2018-table1")
     assert f"results: {out}" in printed
-    assert sorted(p.stem for p in out.glob("*.json")) == ["gallego-mlp", "gallego-mlp-layers", "study"]
+    assert sorted(p.stem for p in out.glob("*.json")) == ["louizos-mlp", "louizos-mlp-sep", "study"]
     # There already.
-    assert main([*TABLE, *only]) == 2
+    assert main([*LIGHT, *only]) == 2
     assert "`--resume` goes on with it" in capsys.readouterr().err
-    assert main([*TABLE, *only, "--resume", "--json"]) == 0
+    assert main([*LIGHT, *only, "--resume", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)
-    assert records == [json.loads((out / f"{n}.json").read_text()) for n in ("gallego-mlp", "gallego-mlp-layers")]
+    assert records == [json.loads((out / f"{n}.json").read_text()) for n in ("louizos-mlp", "louizos-mlp-sep")]
     # Other settings.
-    assert main([*TABLE, *only, "--every", "2", "--resume"]) == 2
-    assert "other settings (every 1 and not 2)" in capsys.readouterr().err
+    assert main([*LIGHT, *only, "--every", "2", "--resume"]) == 2
+    assert "other settings (`every` 1 and not 2)" in capsys.readouterr().err
     # From the beginning.
     (out / "note.txt").touch()
-    assert main([*TABLE, "--only", "gallego-mlp", "--fresh"]) == 0
-    assert sorted(p.name for p in out.iterdir()) == ["gallego-mlp.json", "note.txt", "stacks", "study.json"]
+    assert main([*LIGHT, "--only", "louizos-mlp", "--fresh"]) == 0
+    assert sorted(p.name for p in out.iterdir()) == ["louizos-mlp.json", "note.txt", "stacks", "study.json"]
     assert len(list((out / "stacks").iterdir())) == 1
     # Not while another process trains there.
     with Folder.open(next((out / "stacks").iterdir())).locked():
-        assert main([*TABLE, "--only", "gallego-mlp", "--fresh"]) == 1
+        assert main([*LIGHT, "--only", "louizos-mlp", "--fresh"]) == 1
     assert "is being trained by another process" in capsys.readouterr().err
-    assert (out / "gallego-mlp.json").exists()
+    assert (out / "louizos-mlp.json").exists()
     # Not another study's.
     assert main(["reproduce", "gallego2021-figure1", *TABLE[2:], "--out", str(out), "--fresh"]) == 2
-    assert "holds the study `gallego2021-table1`" in capsys.readouterr().err
-    assert (out / "gallego-mlp.json").exists()
+    assert "holds the study `louizos2018-table1`" in capsys.readouterr().err
+    assert (out / "louizos-mlp.json").exists()
 
 
 @pytest.mark.usefixtures("few_images")
@@ -535,7 +477,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_does(
     train = training.train
 
     def interrupted(recipes: Any, dataset: Any, folder: Any, **options: Any) -> Any:
-        options["watchers"] = [Breaker(1, 1, lambda: signal.raise_signal(signal.SIGINT))]
+        options["watchers"] = [Watching(0, 1, lambda: signal.raise_signal(signal.SIGINT))]
         return train(recipes, dataset, folder, **options)
 
     with monkeypatch.context() as patch:

@@ -6,11 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import shutil
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,9 +15,9 @@ import torch
 from scipy import integrate, stats
 
 from ellzero.experiments.figures import _PUBLISHED
-from ellzero.experiments.reproduce import Study, draw, find, studies
+from ellzero.experiments.study import Study, draw, find, studies
 from support import ROOT
-from support.scripts import loaded
+from support.campaigns import DENSE, invented, known, module
 
 FOLDER = ROOT / "reproductions"
 TRAINED = [
@@ -34,64 +31,6 @@ TRAINED = [
     "control",
     "wrn-cifar10",
 ]
-DENSE = {
-    "lenet300": {"l0_norm": 266_200.0, "params": 266_610.0, "macs": 266_200.0},
-    "lenet5": {"l0_norm": 430_570.0, "params": 431_080.0, "macs": 2_293_000.0},
-    "wrn-28-10": {"l0_norm": 17e6, "params": 36_479_194.0, "macs": 5.2e9},
-}
-
-
-@cache
-def known() -> dict[str, Study]:
-    return studies()
-
-
-@cache
-def module(name: str) -> ModuleType:
-    return loaded(FOLDER / f"{name}.py")
-
-
-def invented(study: Study, seeds: int = 3, epochs: int = 4) -> list[dict[str, Any]]:
-    """Records as `reproduce` writes them, with numbers from a hat."""
-    rng = random.Random(0)
-    records = []
-    for row, recipe in study.recipes(epochs=epochs):
-        at_most = recipe.at_most if isinstance(recipe.at_most, dict) else {"*": recipe.at_most or 0.3}
-        share = min(at_most.values())
-        runs = []
-        for seed in range(seeds):
-            history: list[dict[str, Any]] = []
-            for epoch in range(1, epochs + 1 + 2 * recipe.finalize):
-                point = {
-                    "epoch": epoch,
-                    "error": 1 + 5 / epoch + rng.random(),
-                    "loss": 0.1,
-                    "multiplier": [0.1 * epoch],
-                    "seconds": 3.0,
-                }
-                gates = recipe.placement is not None
-                kept = dict.fromkeys(("l0_norm", "params", "macs") if gates else (), share + (1 - share) / epoch)
-                history.append(point | {"expected": kept, "kept": kept})
-                if epoch > epochs:
-                    history[-1]["tuning"] = True
-            fractions = {k: {"dense": v, "expected": share, "kept": share} for k, v in DENSE[recipe.network].items()}
-            runs.append(
-                {
-                    "seed": seed,
-                    "error_best": min(h["error"] for h in history),
-                    "error_last": history[-1]["error"],
-                    "architecture": {"fc1": 10, "fc2": 7},
-                    **({"costs": fractions} if gates else {}),
-                    "constraints": {p: {"at_most": e, "expected": e + 0.01, "kept": e} for p, e in at_most.items()},
-                    "history": history,
-                    "seconds_of_stack": 12.0,
-                    "runs_in_stack": 6,
-                }
-            )
-        about = {"commit": "0" * 40, "torch": "2.13.0", "python": "3.11", "device": "CPU", "date": "2026-01-01"}
-        published = {"architecture": row.architecture, "error": row.error}
-        records.append({"row": row.label, "published": published, "recipe": recipe.to_dict(), **about, "seeds": runs})
-    return records
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
@@ -519,5 +458,5 @@ def test_a_table_says_which_rows_are_missing(tmp_path: Path) -> None:
 def test_studies_are_found_in_a_wheel_s_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "ellzero"
     shutil.copytree(FOLDER, package / "reproductions", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr("ellzero.experiments.reproduce.__file__", str(package / "reproduce.py"))
+    monkeypatch.setattr("ellzero.experiments.study.rows.__file__", str(package / "experiments" / "study" / "rows.py"))
     assert set(studies()) == set(known())

@@ -1,6 +1,7 @@
-"""Sweeps: the front against all pairs, a run of a sweep against it alone, a stopped sweep against one that was not.
+"""Sweeps: the grid, a run of a sweep against it alone, a stopped sweep against one that was not, and the command.
 
-Tiny networks and data; nothing here asks whether training is any good.
+Tiny networks and data; nothing here asks whether training is any good. What is the campaign's business, such as stacks,
+is tested there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,42 +19,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ellzero.cli import main
 from ellzero.cli import sweeping as command
-from ellzero.experiments import networks as zoo
 from ellzero.experiments import sweep as sweeping
+from ellzero.experiments.campaign import CampaignError
 from ellzero.experiments.data import DataError, Dataset, load
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.experiments.sweep import Sweep, SweepError, activations, memory, pareto, room, run, values_of
+from ellzero.experiments.statistics import pareto
+from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.sweep import Sweep, run, values_of
 from ellzero.experiments.train import loop as training
-from ellzero.experiments.train.watching import AbstractWatcher
-
-# ---------------------------------------------------------------- the front
-
-COORDINATE = st.integers(0, 6).map(float)  # few values, so that there are ties of all kinds
-
-
-@given(st.lists(st.tuples(COORDINATE, COORDINATE), max_size=30))
-def test_the_front_is_what_no_other_point_beats(points: list[tuple[float, float]]) -> None:
-    def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:
-        return a[0] <= b[0] and a[1] <= b[1] and a != b
-
-    expected = {k for k, p in enumerate(points) if not any(beats(q, p) for q in points)}
-    found = pareto(points)
-    assert set(found) == expected
-    assert len(found) == len(expected)
-    assert [points[k] for k in found] == sorted(points[k] for k in found)
-
-
-def test_a_point_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        pareto([(0.1, 1.0), (0.2, float("nan"))])
-
+from support.campaigns import Untrained, Watching, crash
 
 # ---------------------------------------------------------------- the grid
 
@@ -145,63 +123,6 @@ def test_the_cost_to_look_at_is_the_one_that_is_bounded() -> None:
     assert Sweep(get("demo"), {"cost": ["macs", "l0_norm"]}).axis() == "params"
 
 
-# ---------------------------------------------------------------- how many at once
-
-
-def test_activations_are_what_a_backward_pass_needs_counted_by_hand() -> None:
-    images = torch.zeros(3, 1, 28, 28)
-    assert activations(zoo.LeNet300(10), images) == 4 * (784 + 300 + 100)
-    maps = 4 * (784 + 20 * 24**2 + 20 * 12**2 + 50 * 8**2 + 800 + 500)
-    indices = 8 * (20 * 12**2 + 800)  # of the largest in each window
-    assert activations(zoo.LeNet5(10), images) == maps + indices
-
-
-def test_the_memory_of_a_run_grows_with_what_it_holds() -> None:
-    base = get("budget-mlp").override(data="mnist5k")
-    weights = 4 * sum(p.numel() for p in zoo.LeNet300(10).parameters())
-    image = 4 * (784 + 300 + 100)
-    each, once = memory(base, tiny())
-    assert once > 4 * tiny().train_x.numel()
-    assert memory(base.override(ema=0.9), tiny())[0] - each == 2 * weights
-    assert memory(base.override(optimizer="sgd"), tiny())[0] - each == -weights
-    # Five batches of 50 or two of 100: the activations of 50 images more, and the noise of three steps less.
-    gates = (784 + 300) + (300 + 100) + (100 + 10)
-    fifty, hundred = (memory(base.override(batch=b), tiny())[0] for b in (50, 100))
-    assert hundred - fifty == 4 * image * 50 - 3 * 2 * 4 * gates
-
-
-def test_how_many_fit_is_bounded_by_memory_and_by_what_can_share_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = get("budget-lenet5").override(data="mnist5k")
-    assert room(base, tiny()) == 8
-    assert room(base.override(augment=True), tiny()) == 1
-    assert room(get("wrn-cifar10"), tiny()) == 1
-
-    class Elsewhere:  # a data set that says it is on a GPU
-        train_x = type("Images", (), {"device": torch.device("cuda", 0)})()
-
-    each, once = 1000, 500
-    monkeypatch.setattr(sweeping, "memory", lambda recipe, dataset: (each, once))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    for free, most in [(0, 1), (10_000, 9), (10**9, 64)]:  # 0.9·(10,000 + 600) − 500 = 9040
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**9))
-        assert room(base, Elsewhere()) == most  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("network", ["budget-mlp", "budget-lenet5"])
-def test_training_on_a_gpu_takes_no_more_memory_than_estimated(network: str) -> None:
-    recipe = get(network).override(data="mnist5k", epochs=1, finetune_epochs=1)
-    data = load("mnist5k", device="cuda")
-    data = replace(data, test_x=data.test_x.repeat(10, 1, 1, 1), test_y=data.test_y.repeat(10))
-    each, once = memory(recipe, data)
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
-    trainer = training.train([recipe.override(seed=s) for s in range(4)], data)
-    assert before - torch.cuda.mem_get_info()[0] <= 4 * each + once
-    del trainer
-
-
 # ---------------------------------------------------------------- doing it
 
 
@@ -237,46 +158,14 @@ def comparable(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many runs every stack had that was trained."""
-    sizes: list[int] = []
-    whole = training.train
-
-    def counted(recipes: Sequence[Recipe], *args: Any, **options: Any) -> Any:
-        sizes.append(len(recipes))
-        return whole(recipes, *args, **options)
-
-    monkeypatch.setattr(training, "train", counted)
-    return sizes
-
-
-class At(AbstractWatcher):
-    """Does something at a step of a stack, counting stacks from 0."""
-
-    def __init__(self, stack: int, step: int, do: Callable[[], None]) -> None:
-        self.stack, self.at, self.do = stack, step, do
-        self.seen = -1
-
-    def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
-        self.seen += 1
-
-    def step(self, done: int) -> None:
-        if (self.seen, done) == (self.stack, self.at):
-            self.do()
-
-    def note(self, records: list[dict[str, Any]]) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
+def untrained(monkeypatch: pytest.MonkeyPatch) -> Untrained:
+    stand_in = Untrained()
+    monkeypatch.setattr(training, "train", stand_in)
+    return stand_in
 
 
 def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def fail() -> None:
-    raise RuntimeError("the machine fell over")
 
 
 @pytest.fixture(scope="module")
@@ -330,107 +219,70 @@ def test_what_is_stored_is_what_came_out(whole: tuple[Path, dict[str, Any]]) -> 
     assert [p["front"] for p in (few, many)] == [k in record["front"] for k in range(2)]
 
 
-def test_a_finished_sweep_is_not_trained_again(whole: tuple[Path, dict[str, Any]], trained: list[int]) -> None:
+def test_a_finished_sweep_is_not_trained_again(whole: tuple[Path, dict[str, Any]], untrained: Untrained) -> None:
     def no_data(_: str) -> Dataset:
         raise AssertionError("nothing is left that needs data")
 
     out, record = whole
     again = run(grid_of_four(), no_data, out, cost="macs")
-    assert trained == []
+    assert untrained.sizes == []
     assert again["cost"] == "macs"
     spots = [(p["mean"]["kept"]["macs"], p["mean"]["error_last"]) for p in again["points"]]
     assert again["front"] == pareto(spots)
     assert run(grid_of_four(), no_data, out) == record
 
 
-@pytest.mark.parametrize(("how", "error"), [(interrupt, training.Stopped), (fail, RuntimeError)])
+@pytest.mark.parametrize(("how", "error"), [(interrupt, training.Stopped), (crash, RuntimeError)])
 def test_a_stopped_sweep_goes_on_where_it_was(
-    how: Callable[[], None],
-    error: type[Exception],
-    tmp_path: Path,
-    trained: list[int],
-    whole: tuple[Path, dict[str, Any]],
+    how: Callable[[], None], error: type[Exception], tmp_path: Path, whole: tuple[Path, dict[str, Any]]
 ) -> None:
-    out = tmp_path / "sweep"
+    out, watching = tmp_path / "sweep", Watching()
     with pytest.raises(error):
-        run(grid_of_four(), lambda _: tiny(), out, at_once=2, watchers=[At(1, 7, how)])
-    assert trained == [2, 2]
+        run(grid_of_four(), lambda _: tiny(), out, at_once=2, watchers=[Watching(1, 7, how)])
     unfinished = json.loads((out / "sweep.json").read_text())
     assert not unfinished["finished"]
     assert unfinished["front"] is None
     times = {file: file.stat().st_mtime_ns for file in out.glob("stacks/*/results.json")}
     assert len(times) == 1
-    first: list[int] = []
-    record = run(grid_of_four(), lambda _: tiny(), out, at_once=2, watchers=[Begins(first)])
-    assert trained == [2, 2, 2]
-    assert first == [7 if how is interrupt else 0]  # from the checkpoint, or from the beginning where there is none
+    record = run(grid_of_four(), lambda _: tiny(), out, at_once=2, watchers=[watching])
+    # From the checkpoint, or from the beginning where there is none.
+    assert watching.begun == [7 if how is interrupt else 0]
     assert {file: file.stat().st_mtime_ns for file in times} == times
     assert comparable(record) == comparable(whole[1])  # bit for bit
 
 
-class Begins(AbstractWatcher):
-    """Notes the step at which each stack begins."""
-
-    def __init__(self, at: list[int]) -> None:
-        self.at = at
-
-    def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
-        self.at.append(done)
-
-    def step(self, done: int) -> None:
-        pass
-
-    def note(self, records: list[dict[str, Any]]) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
-def test_a_sweep_may_go_on_with_fewer_runs_together(tmp_path: Path, trained: list[int]) -> None:
-    out, said = tmp_path / "sweep", list[str]()
-    swept = Sweep(base(epochs=1), {"penalty": [0.01, 0.1, 1.0]})
-    with pytest.raises(training.Stopped):
-        run(swept, lambda _: tiny(), out, watchers=[At(0, 2, interrupt)])
-    record = run(swept, lambda _: tiny(), out, at_once=2, say=said.append)
-    assert trained == [3, 1, 2]
-    assert "begun again with fewer" in said[0]
-    assert record["finished"]
-
-
-def test_fields_that_cannot_share_a_stack_are_trained_one_after_the_other(tmp_path: Path, trained: list[int]) -> None:
-    swept = Sweep(base(epochs=1), {"augment": [False, True], "penalty": [0.1, 1.0]})
+def test_fields_that_cannot_share_a_stack_are_trained_one_after_the_other(untrained: Untrained, tmp_path: Path) -> None:
+    swept = Sweep(base(), {"augment": [False, True], "penalty": [0.1, 1.0]})
     record = run(swept, lambda _: tiny(), tmp_path / "sweep")
-    assert trained == [2, 1, 1]
+    assert untrained.sizes == [2, 1, 1]
     assert record["finished"]
 
 
-def test_a_run_that_diverges_spoils_no_other(tmp_path: Path, trained: list[int]) -> None:
-    out, said = tmp_path / "sweep", list[str]()
-    swept = Sweep(base(epochs=1), {"penalty": [0.1, 1e300]})  # infinite in single precision
-    record = run(swept, lambda _: tiny(), out, say=said.append)
-    assert trained == [2, 1, 1]
+def test_a_run_that_diverged_has_no_place_on_the_front(untrained: Untrained, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    swept = Sweep(base(), {"penalty": [0.1, 1e300]})
+    record = run(swept, lambda _: tiny(), out)
+    assert untrained.sizes == [2, 1, 1]
     good, bad = record["points"]
     assert good["front"]
     assert not good["diverged"]
     assert not bad["front"]
-    assert "not a number" in " ".join(said) or "nan" in bad["diverged"][0]
+    assert "nan" in bad["diverged"][0]
     assert record["finished"]
     assert record["front"] == [0]
-    cells = list(sweeping.table(record).columns[1].cells)
-    assert cells[1] == "diverged"
+    assert list(sweeping.table(record).columns[1].cells)[1] == "diverged"
     assert run(swept, lambda _: tiny(), out)["points"] == record["points"]
-    assert trained == [2, 1, 1]
+    assert untrained.sizes == [2, 1, 1]
 
 
-def test_a_network_with_an_empty_layer_is_not_on_the_front(tmp_path: Path) -> None:
-    swept = Sweep(base(gate_lr=1.0), {"penalty": [0.0, 1e6]})
-    record = run(swept, lambda _: tiny(), tmp_path / "sweep")
+def test_a_network_with_an_empty_layer_is_not_on_the_front(untrained: Untrained, tmp_path: Path) -> None:
+    record = run(Sweep(base(), {"penalty": [0.0, 1e6]}), lambda _: tiny(), tmp_path / "sweep")
     small = record["points"][1]
     assert 0 in small["runs"][0]["architecture"].values()
     assert small["emptied"]
     assert record["front"] == [0]
     assert [list(c.cells) for c in sweeping.table(record).columns][-1] == ["*", "layer empty"]
+    assert untrained.sizes == [2]
 
 
 @pytest.mark.parametrize(
@@ -442,15 +294,15 @@ def test_a_network_with_an_empty_layer_is_not_on_the_front(tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is(
-    grid: dict[str, list[Any]], changes: dict[str, Any], says: str, tmp_path: Path, trained: list[int]
+    grid: dict[str, list[Any]], changes: dict[str, Any], says: str, tmp_path: Path, untrained: Untrained
 ) -> None:
     with pytest.raises(ValueError, match=says):
         run(Sweep(base(**changes), grid), lambda _: tiny(), tmp_path / "sweep")
-    assert trained == []
+    assert untrained.stacks == []
     assert not (tmp_path / "sweep").exists()
 
 
-def test_a_folder_with_something_else_is_refused(whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_folder_with_another_sweep_is_refused(whole: tuple[Path, dict[str, Any]]) -> None:
     out, _ = whole
     for other, says in [
         (Sweep(base(), {"penalty": [0.001, 2.0]}, seeds=2), r"`penalty` 0.001,0.01 and not 0.001,2.0"),
@@ -459,26 +311,14 @@ def test_a_folder_with_something_else_is_refused(whole: tuple[Path, dict[str, An
         (Sweep(base(lr=0.1), {"penalty": [0.001, 0.01]}, seeds=2), "`lr` 0.001 and not 0.1"),
         (Sweep(base(), {"penalty": [0.001, 0.01], "lr": [0.1]}, seeds=2), "`lr` its own and not 0.1"),
     ]:
-        with pytest.raises(SweepError, match=says):
+        with pytest.raises(CampaignError, match=says):
             run(other, lambda _: tiny(), out)
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(SweepError, match="something else"):
-        run(grid_of_four(), lambda _: tiny(), tmp_path)
-    with pytest.raises(SweepError, match="something else"):
-        sweeping.clear(tmp_path)
-    (tmp_path / "sweep.json").write_text('{"format": ')
-    with pytest.raises(SweepError, match="damaged"):
-        run(grid_of_four(), lambda _: tiny(), tmp_path)
-    (tmp_path / "stacks").mkdir()
-    sweeping.clear(tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["notes.txt"]
 
 
-def test_a_fresh_sweep_removes_the_old_one_only_when_it_can_begin(tmp_path: Path, trained: list[int]) -> None:
+def test_a_fresh_sweep_removes_the_old_one_only_when_it_can_begin(untrained: Untrained, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     run(Sweep(base(), {"penalty": [0.001, 0.01]}), lambda _: tiny(), out)
     kept = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
-    before = len(trained)
 
     def nothing(_: str) -> Dataset:
         raise DataError("there are no such files")
@@ -488,26 +328,14 @@ def test_a_fresh_sweep_removes_the_old_one_only_when_it_can_begin(tmp_path: Path
     with pytest.raises(ValueError, match="patterns that match gates"):
         run(Sweep(base(), {"penalty": [{"fc9": 0.1}, 0.2]}), lambda _: tiny(), out, fresh=True)
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == kept
-    assert len(trained) == before
+    assert untrained.sizes == [2]
 
     record = run(Sweep(base(), {"penalty": [0.1, 0.2]}), lambda _: tiny(), out, fresh=True)
     assert [point["label"] for point in record["points"]] == ["penalty=0.1", "penalty=0.2"]
     assert len(list((out / "stacks").iterdir())) == 1  # nothing is left of the old one
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(SweepError, match="`--fresh` must be given a sweep's folder"):
+    with pytest.raises(CampaignError, match="`--fresh` must be given a sweep's folder"):
         run(grid_of_four(), nothing, tmp_path, fresh=True)
-
-
-def test_what_another_process_trains_is_not_removed(tmp_path: Path) -> None:
-    sweep = Sweep(base(), {"penalty": [0.001, 0.01]})
-    with pytest.raises(RuntimeError):  # before the first checkpoint: it would be begun again
-        run(sweep, lambda _: tiny(), tmp_path, watchers=[At(0, 1, fail)])
-    folder = Folder.open(next((tmp_path / "stacks").iterdir()))
-    for fresh in (False, True):
-        with folder.locked(), pytest.raises(FolderError, match="is being trained by another process"):
-            run(sweep, lambda _: tiny(), tmp_path, fresh=fresh)
-        assert (folder.path / "run.json").exists()
-    assert run(sweep, lambda _: tiny(), tmp_path)["finished"]
 
 
 # ---------------------------------------------------------------- the command
@@ -519,7 +347,7 @@ def test_the_command_is_stopped_by_ctrl_c_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "Bar", lambda: At(1, 3, interrupt))
+    monkeypatch.setattr(command, "Bar", lambda: Watching(1, 3, interrupt))
     assert main([*WORDS.split(), "--at-once", "1", "--out", "out here"]) == 130
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "2 points × 1 seed: 2 runs, 0 done before, the others in 2 stacks"
@@ -529,7 +357,7 @@ def test_the_command_is_stopped_by_ctrl_c_and_goes_on(
     assert "`--resume` goes on" in capsys.readouterr().err
     assert main([*shlex.split(hint)[1:], "--seeds", "2"]) == 2
     assert "`seeds` 1 and not 2" in capsys.readouterr().err
-    monkeypatch.setattr(command, "Bar", lambda: At(9, 0, fail))
+    monkeypatch.setattr(command, "Bar", Watching)
     assert main([*shlex.split(hint)[1:], "--json"]) == 0
     out, err = capsys.readouterr()
     assert "1 done before" in err

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,25 +15,23 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_reproduce import Breaker
-from test_reproductions import known, module
 
 import ellzero as l0
-import ellzero.cli.studies as command
-from ellzero.cli import main
-from ellzero.experiments import reproduce
+from ellzero.cli import main, opening
+from ellzero.experiments import study as making
 from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.reproduce import Study
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.study import Reproduction, Study, reproduce
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.loop import restore
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
 from ellzero.page import run_page
+from support.campaigns import Watching, known, module
 from support.oracles import assert_same
 from support.pages import embedded, lines, text_of
 
@@ -65,33 +63,14 @@ def patched() -> Iterator[pytest.MonkeyPatch]:
     chosen = [row for row in whole.rows if row.recipe.name in ("wrn-cifar10", NAME)]
     study = replace(whole, rows=tuple(replace(row, recipe=small(row.recipe)) for row in chosen))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduce, "studies", lambda: {study.name: study})
+        patch.setattr(making, "studies", lambda: {study.name: study})
 
         def load(name: str, data_dir: str | None, device: torch.device) -> Dataset:
             assert name == "cifar10"
             return images()
 
-        patch.setattr(command, "load_data", load)
+        patch.setattr(opening, "load_data", load)
         yield patch
-
-
-class Steps(AbstractWatcher):
-    """Which steps are taken."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
-        self.total = total
-
-    def step(self, done: int) -> None:
-        self.seen.append(done)
-
-    def note(self, records: list[dict[str, Any]]) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 def reproduced(patch: pytest.MonkeyPatch, watcher: AbstractWatcher, *words: str) -> int:
@@ -128,13 +107,13 @@ def chain(patched: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory)
     """Stopped in the last epoch, when units have been taken out twice, and taken up again."""
     out = tmp_path_factory.mktemp("wide") / "out"
     words = ["--only", NAME, "--epochs", "3", "--every", "2", "--out", str(out)]
-    interrupt = Breaker(1, 2 * STEPS + 1, lambda: signal.raise_signal(signal.SIGINT))
+    interrupt = Watching(0, 2 * STEPS + 1, lambda: signal.raise_signal(signal.SIGINT))
     assert reproduced(patched, interrupt, *words) == 130
     before = checkpoint.steps(Chain(out, words, [], []).folder.checkpoints)
     assert not (out / f"{NAME}.json").exists()
-    rest = Steps()
+    rest = Watching()
     assert reproduced(patched, rest, *words, "--resume") == 0
-    return Chain(out, words, before, rest.seen)
+    return Chain(out, words, before, rest.steps)
 
 
 def test_the_study_goes_on_after_the_events_that_it_was_stopped_behind(chain: Chain) -> None:
@@ -197,19 +176,18 @@ def test_a_network_that_was_lost_is_made_again_and_a_fresh_start_removes_it(
     file = chain.out / f"{NAME}-seed0.safetensors"
     before = load_file(file)
     file.unlink()
-    nothing = Steps()
+    nothing = Watching()
     assert reproduced(patched, nothing, *chain.words, "--resume") == 0
-    assert nothing.seen == []
+    assert nothing.steps == []
     again = load_file(file)
     assert again.keys() == before.keys()
     assert all(torch.equal(again[name], before[name]) for name in before)
-    study = reproduce.studies()["wrn-cifar10"]
-    settings = reproduce.asked(study, seeds=1, epochs=3, every=2, only=NAME)
-    reproduce.begin(study, tmp_path, settings)
+    campaign = Reproduction(making.studies()["wrn-cifar10"], only=NAME).campaign(tmp_path)
+    campaign.write({})
     for name in (file.name, "mine.safetensors"):
         (tmp_path / name).touch()
-    reproduce.begin(study, tmp_path, settings)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.safetensors", "study.json"]
+    campaign.clear()
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.safetensors"]
 
 
 def test_the_page_of_the_run_shows_the_events(chain: Chain) -> None:
@@ -237,7 +215,7 @@ def test_every_row_of_the_study_trains_in_small(tmp_path: Path) -> None:
         return recipe.override(**changes)
 
     study = replace(whole, rows=tuple(replace(row, recipe=tiny(row.recipe)) for row in whole.rows))
-    records = reproduce.reproduce(study, images(), seeds=1, every=2, out=tmp_path / "out")
+    records = reproduce(Reproduction(study, seeds=1, every=2), lambda _: images(), tmp_path / "out")
     assert [r["row"] for r in records] == [row.label for row in whole.rows]
     kept: dict[str, Any] = {}
     for record in records:
@@ -264,7 +242,7 @@ def test_rows_of_different_folders_make_one_table_and_one_figure(
     chain: Chain, patched: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--only", "wrn-cifar10", "--epochs", "1", "--out", str(tmp_path / "dense")]
-    assert reproduced(patched, Steps(), *words) == 0
+    assert reproduced(patched, Watching(), *words) == 0
     assert not list((tmp_path / "dense").glob("*.safetensors"))  # there is no compact one
     together = tmp_path / "together"
     together.mkdir()

@@ -90,12 +90,12 @@ def resumable(again: str, fewer: str) -> Iterator[None]:
 # ---------------------------------------------------------------- printing
 
 
-def show(content: Any) -> None:
-    """Prints anything that rich can print: in colour to a terminal, as plain text elsewhere."""
+def show(content: Any, width: int | None = None) -> None:
+    """Prints anything that rich can print: in colour to a terminal, as plain text of a width elsewhere."""
     if sys.stdout.isatty():
         Console().print(content)
     else:
-        say(render(content))
+        say(render(content) if width is None else render(content, width))
 
 
 def show_json(content: Any) -> None:

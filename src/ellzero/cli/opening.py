@@ -6,8 +6,9 @@ What the commands about runs share. No command is here. Every function here rais
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -117,12 +118,28 @@ def refuse_several(command: str) -> None:
         )
 
 
+def refuse_below_one(numbers: Mapping[str, int | None]) -> None:
+    """Says no to options that are counts, and less than one.
+
+    Raises:
+        CommandError: one is.
+    """
+    for option, number in numbers.items():
+        if number is not None and number < 1:
+            raise CommandError(f"`--{option}` must be at least 1, got {number}")
+
+
 def load_data(name: str, data_dir: str | None, device: torch.device) -> Dataset:
     """A data set."""
     if data_dir is not None and not Path(data_dir).expanduser().is_dir():
         raise CommandError(f"`--data-dir` must be a folder that exists, got {data_dir!r}")
     with foreseen():
         return data.load(name, data_dir, device)
+
+
+def loader(data_dir: str | None, device: Device, begun_on: str | None = None) -> Callable[[str], Dataset]:
+    """What loads data sets by their names, each once, onto the device, which is looked for when one is needed."""
+    return cache(lambda name: load_data(name, data_dir, find_device(device, begun_on)))
 
 
 # ---------------------------------------------------------------- runs

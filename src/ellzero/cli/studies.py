@@ -1,28 +1,26 @@
 """The command that makes published tables and figures again: `reproduce`.
 
-What a study is and how it is done is in `reproduce`, and each study in a file of `reproductions/`; here are the words
-around it.
+What a study is and how it is made is in `experiments.study`, and each study in a file of `reproductions/`; here are the
+words around it.
 """
 
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 from tyro.conf import Positional, arg
 
 from ellzero.cli.app import FAILED, CommandError, app, foreseen, resumable, say, show, show_json, tell
-from ellzero.cli.opening import Device, find_device, load_data, refuse_several
-from ellzero.experiments import reproduce as making
+from ellzero.cli.opening import Device, loader, refuse_below_one, refuse_several
+from ellzero.experiments import study as making
+from ellzero.experiments.campaign import AT_ONCE, CampaignError, Record
 from ellzero.experiments.figures import PlotsMissingError, can_draw
-from ellzero.experiments.reproduce import AT_ONCE, Record, Study, StudyError
-from ellzero.experiments.train.watching import AbstractWatcher, Bar
-from ellzero.out.reporting import render
+from ellzero.experiments.study import Reproduction, Study, StudyError
+from ellzero.experiments.train.watching import Bar
+from ellzero.out.tables import new_table
 
 WIDTH = 190  # of a table that goes to a file: one line for each row
 
@@ -83,23 +81,14 @@ def reproduce(
             _list(known, json)
             return
         study = making.find(name, known)
-    for option, number in (("seeds", seeds), ("epochs", epochs), ("every", every), ("at-once", at_once)):
-        if number is not None and number < 1:
-            raise CommandError(f"`--{option}` must be at least 1, got {number}")
+    refuse_below_one({"seeds": seeds, "epochs": epochs, "every": every, "at-once": at_once})
     if resume + fresh + draw_only > 1:
         raise CommandError("`--resume`, `--fresh` and `--draw-only` exclude each other: give one of them")
     refuse_several("reproduce")
-    trained = {
-        "seeds": seeds,
-        "epochs": epochs,
-        "data": data,
-        "data-dir": data_dir,
-        "only": only,
-    }
-    if study.compute is not None:
-        for option, value in trained.items():
-            if value is not None:
-                raise CommandError(f"`--{option}` must be absent: `{study.name}` trains nothing, got {value}")
+    trained = {"seeds": seeds, "epochs": epochs, "data": data, "data-dir": data_dir, "only": only}
+    for option, value in trained.items():
+        if study.compute is not None and value is not None:
+            raise CommandError(f"`--{option}` must be absent: `{study.name}` trains nothing, got {value}")
     home = Path("runs", "reproduce", study.name) if out is None else Path(out)
     drawable = study.draw is None or can_draw()
     if not drawable and (draw_only or study.compute is not None):
@@ -112,44 +101,14 @@ def reproduce(
     else:
         if not drawable:
             tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
-        again = _command(study, home, trained, every, at_once, device)
-        with foreseen(bad_usage=(StudyError, ValueError)):
-            settings = making.asked(
-                study,
-                seeds=seeds or study.seeds,
-                every=every,
-                at_once=at_once,
-                epochs=epochs,
-                data=data,
-                only=only or "*",
-            )
-            if not fresh and making.state(study, home, settings) == "there" and not resume:
-                raise CommandError(
-                    f"{str(home)!r} holds this reproduction already: `--resume` goes on with it (what is finished is "
-                    f"not trained again), `--fresh` removes it and begins again"
-                )
-        dataset = None
-        if study.compute is None:
-            dataset = load_data(data or study.rows[0].recipe.data, data_dir, find_device(device))
-        if fresh:  # now that nothing stands in the way
-            with foreseen(bad_usage=(StudyError,)):
-                making.begin(study, home, settings)
-        watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
+        options = trained | {"every": every if every != 1 else None, "at-once": at_once if at_once != AT_ONCE else None}
+        again = _command(study, home, options | {"device": device if device != "auto" else None})
         fewer = f"try fewer runs together than {at_once}, by `--at-once` and a new folder"
-        with resumable(again, fewer), foreseen(bad_usage=(StudyError, ValueError)):
-            records = making.reproduce(
-                study,
-                dataset,
-                seeds=seeds,
-                epochs=epochs,
-                data=data,
-                only=only or "*",
-                every=every,
-                at_once=at_once,
-                out=home,
-                watchers=watchers,
-                say=(lambda _: None) if quiet else tell,
-            )
+        with resumable(again, fewer), foreseen(bad_usage=(StudyError, CampaignError, ValueError)):
+            asked = Reproduction(study, seeds, epochs, data, only or "*", every, at_once)
+            load, watchers = loader(data_dir, device), [] if quiet else [Bar()]
+            said = (lambda _: None) if quiet else tell
+            records = making.reproduce(asked, load, home, resume=resume, fresh=fresh, watchers=watchers, say=said)
     with foreseen():
         files = making.draw(study, records, home) if drawable else []
     if json:
@@ -163,9 +122,9 @@ def _list(known: dict[str, Study], json: bool) -> None:
     if json:
         show_json([{"name": s.name, "title": s.title, "rows": len(s.rows), "seeds": s.seeds} for s in known.values()])
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("study", "what", "runs"):
-        table.add_column(title, overflow="fold")
+    table = new_table("", ("study", "what", "runs"))
+    for column in table.columns:
+        column.overflow = "fold"
     for study in known.values():
         runs = "none" if study.compute is not None else f"{len(study.rows)} rows × {study.seeds} seeds"
         table.add_row(study.name, Text(study.title), runs)
@@ -173,13 +132,10 @@ def _list(known: dict[str, Study], json: bool) -> None:
     say("For example: ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3")
 
 
-def _command(
-    study: Study, home: Path, trained: dict[str, str | int | None], every: int, at_once: int, device: str
-) -> str:
+def _command(study: Study, home: Path, options: dict[str, Any]) -> str:
     """The command that goes on with this reproduction."""
-    options = {**trained, "every": every if every != 1 else None, "at-once": at_once if at_once != AT_ONCE else None}
-    options |= {"device": device if device != "auto" else None, "out": str(home)}
-    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    given = {**options, "out": home}
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
     return shlex.join(["ellzero", "reproduce", study.name, *words, "--resume"])
 
 
@@ -192,8 +148,4 @@ def _show(study: Study, records: list[Record]) -> None:
     lengths = sorted({r["recipe"]["epochs"] for r in records})
     epochs = f"{' or '.join(map(str, lengths))} epoch{'s' * (lengths != [1])}"
     data = " and ".join(dict.fromkeys(r["recipe"]["data"] for r in records))
-    table = study.table(records, f"{study.title}; {data}, {epochs}, {devices}, {seeds}")
-    if sys.stdout.isatty():
-        show(table)
-    else:
-        sys.stdout.write(render(table, WIDTH) + "\n")
+    show(study.table(records, f"{study.title}; {data}, {epochs}, {devices}, {seeds}"), WIDTH)

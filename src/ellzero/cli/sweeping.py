@@ -6,20 +6,18 @@ What a sweep is and how it is done is in `sweep`; here are the words around it.
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from ellzero.cli.app import CommandError, app, foreseen, resumable, say, show, show_json, tell
-from ellzero.cli.opening import Device, Fields, find_device, find_recipe, load_data, refuse_several
+from ellzero.cli.opening import Device, Fields, find_recipe, loader, refuse_below_one, refuse_several
 from ellzero.experiments import sweep as sweeping
-from ellzero.experiments.data import Dataset
+from ellzero.experiments.campaign import CampaignError, Record
 from ellzero.experiments.figures import PlotsMissingError, can_draw
-from ellzero.experiments.sweep import Record, Sweep, SweepError
-from ellzero.experiments.train.watching import AbstractWatcher, Bar
-from ellzero.out.reporting import render
+from ellzero.experiments.sweep import Sweep
+from ellzero.experiments.train.watching import Bar
 
 WIDTH = 172  # of a table that goes to a file
 
@@ -73,14 +71,11 @@ def sweep(
         fields: of the recipe, one value or several with commas between, each written as in TOML:
             --at-most 0.1,0.2, --gate-lr none,1e-2, --at-most '{"fc1" = 0.2},{"fc1" = 0.4}', --milestones '[60],[80]'.
     """
-    for option, number in (("seeds", seeds), ("every", every), ("at-once", at_once)):
-        if number is not None and number < 1:
-            raise CommandError(f"`--{option}` must be at least 1, got {number}")
+    refuse_below_one({"seeds": seeds, "every": every, "at-once": at_once})
     if resume and fresh:
         raise CommandError("`--resume` and `--fresh` exclude each other: give one of them")
     refuse_several("sweep")
-    chosen, home, before = _chosen(recipe, out, resume, fresh, seeds, every, _grid(fields))
-    where = find_device(device, before.get("device"))
+    chosen, home, before = _chosen(recipe, out, resume, seeds, every, fields)
     directory = before.get("data_dir") if data_dir is None else data_dir
     drawable = can_draw()
     if not drawable and not quiet:
@@ -88,25 +83,18 @@ def sweep(
     again = shlex.join(["ellzero", "sweep", "--resume", "--out", str(home)])
     if cost_axis != "auto":
         again += f" --cost-axis {cost_axis}"
-    loaded: dict[str, Dataset] = {}
-
-    def load(name: str) -> Dataset:
-        if name not in loaded:
-            loaded[name] = load_data(name, directory, where)
-        return loaded[name]
-
-    watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
     fewer = f"fewer runs together need less: {again} --at-once N"
-    with resumable(again, fewer), foreseen(bad_usage=(SweepError, ValueError)):
+    with resumable(again, fewer), foreseen(bad_usage=(CampaignError, ValueError)):
         record = sweeping.run(
             chosen,
-            load,
+            loader(directory, device, before.get("device")),
             home,
+            resume=resume,
             fresh=fresh,
             at_once=at_once,
             cost=None if cost_axis == "auto" else cost_axis,
             about={"data_dir": None if directory is None else str(Path(directory).resolve())},
-            watchers=watchers,
+            watchers=[] if quiet else [Bar()],
             say=(lambda _: None) if quiet else tell,
         )
     with foreseen():
@@ -117,22 +105,12 @@ def sweep(
     _show(record, home, files)
 
 
-def _grid(fields: Any) -> dict[str, list[Any]]:
-    with foreseen(bad_usage=(ValueError,)):
-        return {name: sweeping.values_of(name, text) for name, text in vars(fields).items() if text is not None}
-
-
 def _chosen(
-    recipe: str | None,
-    out: str | None,
-    resume: bool,
-    fresh: bool,
-    seeds: int | None,
-    every: int | None,
-    grid: dict[str, list[Any]],
+    recipe: str | None, out: str | None, resume: bool, seeds: int | None, every: int | None, fields: Any
 ) -> tuple[Sweep, Path, Record]:
-    """What is to be done and where, and what is known of it from before; a folder with something else is refused."""
-    with foreseen(bad_usage=(SweepError, ValueError)):
+    """What is to be done and where, and what is known from before of where its results come from."""
+    with foreseen(bad_usage=(CampaignError, ValueError)):
+        grid = {name: sweeping.values_of(name, text) for name, text in vars(fields).items() if text is not None}
         if recipe is None:
             if not resume or out is None:
                 raise CommandError(
@@ -141,27 +119,16 @@ def _chosen(
                 )
             there, record = sweeping.stored(Path(out))
             asked = Sweep(there.recipe, {**there.grid, **grid}, seeds or there.seeds, every or there.every)
-            sweeping.state(asked, Path(out))
             return asked, Path(out), record["about"]
         found = find_recipe(recipe)
         asked = Sweep(found, grid, seeds or 1, every or 1)
         home = Path("runs", "sweep", found.name) if out is None else Path(out)
-        if fresh or sweeping.state(asked, home) == "new":
-            return asked, home, {}
-        if not resume:
-            raise CommandError(
-                f"{str(home)!r} holds this sweep already: `--resume` goes on with it (what is finished is not trained "
-                f"again), `--fresh` removes it and begins again"
-            )
-        return asked, home, sweeping.stored(home)[1]["about"]
+        begun = resume and (home / "sweep.json").exists()
+        return asked, home, sweeping.stored(home)[1]["about"] if begun else {}
 
 
 def _show(record: Record, home: Path, files: list[Path]) -> None:
-    table = sweeping.table(record)
-    if sys.stdout.isatty():
-        show(table)
-    else:
-        sys.stdout.write(render(table, WIDTH) + "\n")
+    show(sweeping.table(record), WIDTH)
     seconds = sum(stack["seconds"] for stack in record["stacks"])
     runs = sum(stack["runs"] for stack in record["stacks"])
     devices = ", ".join(dict.fromkeys(str(stack["about"].get("device")) for stack in record["stacks"]))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from ellzero.experiments import networks, sweep
+from ellzero.experiments.campaign import CampaignError, in_words
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder, FolderError
 
@@ -104,7 +105,7 @@ def label(name: str, values: Mapping[str, Any]) -> str:
         name: of the recipe.
         values: of the fields.
     """
-    return ", ".join([name, *(f"{key}={sweep.in_words(value)}" for key, value in values.items())])
+    return ", ".join([name, *(f"{key}={in_words(value)}" for key, value in values.items())])
 
 
 _Name = tuple[str, Mapping[str, Any]]  # of a run: `Finished.name` and `Finished.varied`
@@ -182,7 +183,7 @@ class _Search:
                 for seed in range(grid.seeds):
                     digest = point.recipe.override(seed=point.recipe.seed + seed).digest()
                     wanted[digest] = grid.recipe.name, point.values
-        except sweep.SweepError as error:
+        except CampaignError as error:
             self.note(path, error)
         self.stacks(path, wanted, [])
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import quote
 
-from ellzero.experiments import figures, networks, sweep
-from ellzero.experiments.reproduce import interval
+from ellzero.experiments import figures, networks
+from ellzero.experiments.statistics import interval, pareto
 from ellzero.page.charts import SERIES, Chart, axis, curve, dots, escaped, render, script_json
 from ellzero.page.collecting import COSTS, ERRORS, Cost, Finished, collect, label
 
@@ -112,7 +112,7 @@ class Kind:
     def front(self, cost: Cost, error: str) -> list[Group]:
         """The recipes that no other one beats, by their means over seeds; by rising cost."""
         whole = [group for group in self.groups if not group.emptied]
-        return [whole[k] for k in sweep.pareto([(g.kept(cost)[0], g.error(error)[0]) for g in whole])]
+        return [whole[k] for k in pareto([(g.kept(cost)[0], g.error(error)[0]) for g in whole])]
 
     def published(self, cost: Cost, error: str = "error_last") -> list[figures.Point]:
         """The papers' networks that may stand beside these: they were trained on all of MNIST."""

@@ -1,0 +1,446 @@
+"""Campaigns: many runs, trained in stacks, in one folder that a killed process takes up again.
+
+    HEAD                what was asked for: format, version, and what the caller adds
+    stacks/NAME/        a run folder for each stack
+
+What is on the disk decides what is left to do, run by run. This file knows recipes, stacks and folders. It does not
+know what the runs are for, rows of a study or points of a grid, nor how a stack is trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ellzero.experiments import networks
+from ellzero.experiments.data import Dataset, scaled
+from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.store import checkpoint, records
+from ellzero.experiments.store.folder import Folder, refuse_busy
+from ellzero.experiments.store.provenance import provenance
+from ellzero.experiments.store.records import FolderError
+from ellzero.experiments.train import building
+from ellzero.experiments.train import loop as training
+from ellzero.experiments.train.trainer import STACKABLE, DivergedError, Trainer
+from ellzero.experiments.train.watching import AbstractWatcher
+
+VERSION = 1  # of the format of every head
+AT_ONCE = 64  # runs in a stack at most: about where an H200 is full
+ON_A_CPU = 8  # runs in a stack: LeNet-5 takes two thirds of the time of runs one by one, more gains nothing
+_STACKS, _DIVERGED = "stacks", "diverged.json"
+_ALONE = ("augment", "shrink_at", "settle_at", "channels_last")  # a recipe with one of them shares no stack
+
+Record = dict[str, Any]
+Loader = Callable[[str], Dataset]
+Say = Callable[[str], None]
+
+
+@final
+class CampaignError(Exception):
+    """A folder is not that of this campaign, or is damaged; the message says which."""
+
+
+# ---------------------------------------------------------------- stacks
+
+
+def stacks(recipes: Sequence[Recipe], limit: int = AT_ONCE) -> list[list[Recipe]]:
+    """Groups of recipes that can be trained together, in order; what `goes_alone` is a group of its own.
+
+    Args:
+        recipes: one per run.
+        limit: of runs in a group; a larger group is split into equal parts.
+
+    Raises:
+        ValueError: `limit` is less than 1.
+    """
+    if limit < 1:
+        raise ValueError(f"`limit` must be at least 1, got {limit}")
+    groups: dict[str, list[Recipe]] = {}
+    for recipe in recipes:
+        own = [recipe.name, recipe.seed] if goes_alone(recipe) else None
+        groups.setdefault(json.dumps([shared(recipe), own], sort_keys=True), []).append(recipe)
+    out = []
+    for group in groups.values():
+        parts = math.ceil(len(group) / limit)
+        bounds = [len(group) * k // parts for k in range(parts + 1)]
+        out += [group[a:b] for a, b in itertools.pairwise(bounds)]
+    return out
+
+
+def shared(recipe: Recipe) -> dict[str, Any]:
+    """The fields that all runs of a stack have in common."""
+    return {name: value for name, value in recipe.to_dict().items() if name not in STACKABLE}
+
+
+def goes_alone(recipe: Recipe) -> bool:
+    """Whether it shares no stack: its network has batch norm, or shrinks, or its images are augmented."""
+    fields = recipe.to_dict()
+    return networks.find(recipe.network).has_batch_norm or any(fields[name] for name in _ALONE)
+
+
+def stack_name(stack: Sequence[Recipe]) -> str:
+    """The name of a stack's folder: its network, and a digest of its recipes, all fields and their order."""
+    content = json.dumps([[list(r.to_dict().items()), r.name] for r in stack])
+    return f"{stack[0].network}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def identity(recipe: Recipe) -> tuple[str, str]:
+    """What tells a run of a campaign from the others."""
+    return recipe.name, recipe.digest()
+
+
+# ---------------------------------------------------------------- how many at once
+
+
+def room(recipe: Recipe, dataset: Dataset) -> int:
+    """How many runs of a recipe are trained together, unless asked for otherwise.
+
+    On a GPU as many as fit by `memory`, up to 64; on a CPU 8, where more gain nothing; 1 of what goes alone.
+
+    Args:
+        recipe: of one of the runs.
+        dataset: on the device to train on.
+
+    Example:
+        >>> from ellzero.experiments.data import stand_in
+        >>> from ellzero.experiments.papers import get
+        >>> data = stand_in("mnist5k", images=8)
+        >>> room(get("demo"), data), room(get("demo").override(augment=True), data)
+        (8, 1)
+    """
+    if goes_alone(recipe):
+        return 1
+    device = dataset.train_x.device
+    if device.type != "cuda":
+        return ON_A_CPU
+    free = torch.cuda.mem_get_info(device)[0]
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own, and not in use
+    each, once = memory(recipe, dataset)
+    return max(1, min(AT_ONCE, int((0.9 * free - once) / each)))
+
+
+def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
+    """An estimate of the bytes that training takes: for each run of a stack, and once for all of them.
+
+    A run has its weights, their gradients, what the optimizer remembers, the average with a copy of it that evaluation
+    makes, and the gated weights with theirs; the activations of a step and their gradients, twice, since a captured
+    step has memory of its own; those of the test images that are looked at together; and the noise of an epoch. The
+    training images as numbers are there once, and a gigabyte for libraries.
+
+    Args:
+        recipe: of one of the runs.
+        dataset: that it is trained on.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = building.network(recipe, len(dataset.classes))
+    parameters = list(model.parameters())
+    copies = 4 + (2 if recipe.optimizer == "adam" else 1)
+    copies += (2 if recipe.ema is not None else 0) + (4 if recipe.extra_gradient else 0)
+    image = activations(model, scaled(dataset.train_x[:2].cpu()))
+    count = len(dataset.train_x)
+    draws = recipe.samples * (2 if recipe.extra_gradient else 1)
+    units = sum(sum(p.shape[:2]) for p in parameters if p.dim() > 1)  # gates on all that a weight reads or writes
+    each = 4 * copies * sum(p.numel() for p in parameters)
+    each += 2 * 2 * image * recipe.batch * recipe.samples
+    each += image * min(len(dataset.test_x), 10_000)
+    each += 2 * (count // recipe.batch) * draws * units * 4 + 2 * 8 * count
+    return each, 4 * dataset.train_x.numel() + 2**30
+
+
+def activations(model: nn.Module, images: Tensor) -> int:
+    """Bytes that a forward pass keeps for the backward pass, for each image: all but the parameters.
+
+    Example:
+        >>> net = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+        >>> activations(net, torch.zeros(5, 2, 3)) == 4 * (6 + 4)  # the input, and the output of the ReLU
+        True
+    """
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, Tensor] = {}  # tensors and not sizes: a place that is free again would be given to the next one
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(images)
+    total = sum(t.untyped_storage().nbytes() for at, t in found.items() if at not in own)
+    return math.ceil(total / len(images))
+
+
+# ---------------------------------------------------------------- settings in words
+
+
+def in_words(value: Any) -> str:
+    """A field's value as short text.
+
+    Example:
+        >>> in_words({"fc1": 0.2}), in_words(None), in_words([60, 120])
+        ('{fc1: 0.2}', 'none', '[60, 120]')
+    """
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "{" + ", ".join(f"{key}: {in_words(item)}" for key, item in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(in_words, value)) + "]"
+    return str(value)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What differs between two mappings, in words. They are compared as JSON: the order of patterns counts.
+
+    Example:
+        >>> differences({"lr": 0.1, "epochs": 3}, {"lr": 0.2, "epochs": 3, "seed": 1})
+        ['`lr` 0.1 and not 0.2', '`seed` its own and not 1']
+    """
+    out = []
+    for name in dict.fromkeys((*there, *here)):
+        texts = [json.dumps(side[name]) if name in side else None for side in (there, here)]
+        if texts[0] != texts[1]:
+            a, b = (in_words(side[name]) if name in side else "its own" for side in (there, here))
+            out.append(f"`{name}` {a} and not {b}")
+    return out
+
+
+# ---------------------------------------------------------------- the folder
+
+
+@final
+@dataclass(frozen=True)
+class Work:
+    """What is left of a campaign.
+
+    Args:
+        begun: stacks that go on from their checkpoints.
+        new: stacks that were not begun.
+        data: by name, what they are trained on.
+        done: runs that were finished before.
+    """
+
+    begun: list[Folder]
+    new: list[list[Recipe]]
+    data: dict[str, Dataset]
+    done: int
+
+
+@final
+@dataclass(frozen=True)
+class Campaign:
+    """A folder for many runs.
+
+    Args:
+        home: the folder.
+        head: name of the file that says what was asked for.
+        format: that this file must have.
+        word: what it is called in messages, such as "sweep".
+        own: patterns of further files that belong to it.
+    """
+
+    home: Path
+    head: str
+    format: str
+    word: str
+    own: tuple[str, ...] = ()
+
+    def read(self) -> Record:
+        """What is in the head.
+
+        Raises:
+            CampaignError: there is none, or it is damaged, or of another format.
+        """
+        if not (self.home / self.head).exists():
+            raise CampaignError(f"there is no {self.word} in {str(self.home)!r}")
+        try:
+            return records.read_format(self.home / self.head, self.format, VERSION)
+        except FolderError as error:
+            raise CampaignError(f"{error}; `--fresh` begins again") from error
+
+    def write(self, content: Mapping[str, Any]) -> Record:
+        """Writes the head, and makes the folder where there is none."""
+        record = {"format": self.format, "format_version": VERSION, **content}
+        self.home.mkdir(parents=True, exist_ok=True)
+        records.write(self.home / self.head, record, indent=1)
+        return record
+
+    def holds(self, differ: Callable[[Record], list[str]], *, resume: bool, fresh: bool) -> bool:
+        """Whether the folder holds this campaign already, finished or not, and it goes on; else it is free for it.
+
+        Args:
+            differ: says what differs between what the head has and what is asked for now.
+            resume: whether it may go on.
+            fresh: whether what is there is to be removed.
+
+        Raises:
+            CampaignError: the folder holds one with other settings, or something else, or is damaged, or holds this one
+                and neither of both was asked for.
+        """
+        if not (self.home / self.head).exists() or fresh:
+            self._refuse_other(fresh)
+            return False
+        found = differ(self.read())
+        if found:
+            raise CampaignError(
+                f"{str(self.home)!r} holds a {self.word} with other settings ({'; '.join(found)}): give another folder "
+                f"by `--out`, or `--fresh` to begin again"
+            )
+        if not resume:
+            raise CampaignError(
+                f"{str(self.home)!r} holds this {self.word} already: `--resume` goes on with it (what is finished is "
+                f"not trained again), `--fresh` removes it and begins again"
+            )
+        return True
+
+    def _refuse_other(self, fresh: bool) -> None:
+        home = self.home
+        if not (home / self.head).exists() and home.exists() and (not home.is_dir() or any(home.iterdir())):
+            wish = f"`--fresh` must be given a {self.word}'s" if fresh else "`--out` must be a new or empty"
+            raise CampaignError(f"{wish} folder, and {str(home)!r} holds something else")
+
+    def clear(self) -> None:
+        """Removes the campaign from its folder, and nothing else that lies there.
+
+        Raises:
+            CampaignError: the folder holds something else.
+            FolderError: another process trains there.
+        """
+        self._refuse_other(fresh=True)
+        if not (self.home / self.head).exists():
+            return
+        refuse_busy(self.home / _STACKS)
+        shutil.rmtree(self.home / _STACKS, ignore_errors=True)
+        for path in [path for pattern in self.own for path in self.home.glob(pattern)]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        (self.home / self.head).unlink()  # last: what is left after a crash is still known for what it is
+
+    def folders(self) -> list[Folder]:
+        """The stacks that are there, finished or not."""
+        homes = sorted((self.home / _STACKS).iterdir()) if (self.home / _STACKS).is_dir() else []
+        return [Folder.open(home) for home in homes if (home / "run.json").exists()]
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def work(
+        self, runs: Sequence[Recipe], load: Loader, *, fresh: bool = False, at_once: int | None = None, say: Say
+    ) -> Work:
+        """What is left to do. Stacks without a checkpoint are removed, nothing else is written.
+
+        Args:
+            runs: all of them; `identity` tells them apart.
+            load: gives the data set of a name, on the device to train on.
+            fresh: whether to do as if nothing were there.
+            at_once: runs in a stack at most; what `room` says if absent. A stack that was begun with more is begun
+                again.
+            say: told of such a stack.
+
+        Raises:
+            FolderError: a stack has other runs, or another process trains it.
+        """
+        begun, known = ([], set[tuple[str, str]]()) if fresh else self._found(runs, at_once, say)
+        left = [recipe for recipe in runs if identity(recipe) not in known]
+        going_on = [recipe for folder in begun for recipe in folder.recipes]
+        data: dict[str, Dataset] = {
+            name: load(name) for name in dict.fromkeys(recipe.data for recipe in (*going_on, *left))
+        }
+        new = []
+        # All runs are grouped, then the known ones left out: so a campaign that was killed has the stacks of one that
+        # was not.
+        for group in stacks(runs, len(runs) or 1):
+            if known.issuperset(map(identity, group)):
+                continue
+            for part in stacks(group, at_once or room(group[0], data[group[0].data])):
+                new.append([recipe for recipe in part if identity(recipe) not in known])
+        return Work(begun, [stack for stack in new if stack], data, len(runs) - len(left) - len(going_on))
+
+    def _found(
+        self, runs: Sequence[Recipe], at_once: int | None, say: Say
+    ) -> tuple[list[Folder], set[tuple[str, str]]]:
+        """The stacks that go on, and all runs that a stack has."""
+        wanted = set(map(identity, runs))
+        begun: list[Folder] = []
+        known: set[tuple[str, str]] = set()
+        for folder in self.folders():
+            own = set(map(identity, folder.recipes))
+            if not own <= wanted:
+                raise FolderError(f"{str(folder.path)!r} must hold runs of this {self.word}, and holds others")
+            if folder.results() is None and diverged(folder) is None:
+                too_many = at_once is not None and len(own) > at_once
+                if too_many:
+                    say(f"{folder.path.name} was begun with {len(own)} runs together, and is begun again with fewer")
+                if too_many or not checkpoint.steps(folder.checkpoints):
+                    with folder.locked():  # another process may be about to write its first checkpoint
+                        shutil.rmtree(folder.path)
+                    continue
+                begun.append(folder)
+            known |= own
+        return begun, known
+
+    def train(
+        self, work: Work, *, title: str, every: int = 1, watchers: Sequence[AbstractWatcher] = (), say: Say
+    ) -> Iterator[tuple[Folder, Trainer | None]]:
+        """Trains what is left, stack by stack.
+
+        A run whose loss is not a number any more is noted; those that were trained together with it are trained again
+        without it.
+
+        Args:
+            work: what is left.
+            title: what it is in all, such as "2 points × 3 seeds".
+            every: evaluate after every so many epochs.
+            watchers: that show each stack's progress.
+            say: told a line about each stack.
+
+        Returns:
+            Each stack's folder when it is finished, and its trainer; None where its run has diverged.
+
+        Raises:
+            training.Stopped: Ctrl-C; what was done is saved.
+            FolderError: another process trains a stack.
+        """
+        jobs: list[Folder | list[Recipe]] = [*work.begun, *work.new]
+        if jobs:
+            runs = work.done + sum(len(job.recipes if isinstance(job, Folder) else job) for job in jobs)
+            count = f"{len(jobs)} stack{'s' * (len(jobs) > 1)}"
+            say(f"{title}: {runs} runs, {work.done} done before, the others in {count}")
+        while jobs:
+            job = jobs.pop(0)
+            stack = job.recipes if isinstance(job, Folder) else job
+            say(f"{len(stack)} run{'s together' * (len(stack) > 1)}: {', '.join(dict.fromkeys(r.name for r in stack))}")
+            dataset = work.data[stack[0].data]
+            about = provenance(dataset.train_x.device)
+            home = self.home / _STACKS / stack_name(stack)
+            folder = job if isinstance(job, Folder) else Folder.create(home, stack, about)
+            trainer = None
+            try:
+                trainer = training.train(stack, dataset, folder, every=every, watchers=watchers)
+            except DivergedError as error:
+                if len(stack) > 1:
+                    say(f"{error}; the {len(stack)} runs are trained one by one now")
+                    shutil.rmtree(folder.path)
+                    jobs = [*([recipe] for recipe in stack), *jobs]
+                    continue
+                say(str(error))
+                records.write(folder.path / _DIVERGED, str(error))
+            yield folder, trainer
+
+
+def diverged(folder: Folder) -> str | None:
+    """What was noted where the run of a stack has diverged."""
+    file = folder.path / _DIVERGED
+    return str(records.read(file)) if file.exists() else None

@@ -1,0 +1,35 @@
+"""Tables in the house's style, for a terminal and as Markdown. What is in them is the caller's business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+
+def new_table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """An empty table with columns of words, then columns of numbers."""
+    out = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in left:
+        out.add_column(name)
+    for name in right:
+        out.add_column(name, justify="right")
+    return out
+
+
+def markdown(table: Table) -> str:
+    """A table as Markdown, without its title.
+
+    Example:
+        >>> t = new_table("", ["row"], ["error"])
+        >>> t.add_row("MLP", "1.4 | 1.69")
+        >>> print(markdown(t))
+        | row | error |
+        |---|---:|
+        | MLP | 1.4 / 1.69 |
+    """
+    lines = [[str(c.header) for c in table.columns], *zip(*(c.cells for c in table.columns), strict=True)]
+    texts = ["| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines]
+    rule = "|" + "".join("---:|" if c.justify == "right" else "---|" for c in table.columns)
+    return "\n".join([texts[0], rule, *texts[1:]])
