@@ -352,7 +352,7 @@ def test_the_chart_has_every_run_and_the_published_networks(tmp_path: Path) -> N
         off = 0.1 if error == "error_best" else 0.0
         assert ours["y"] == pytest.approx([1 - off, 2 - off, 3 - off])
         assert means["y"] == pytest.approx([2 - off])
-        assert means["error_y"]["array"] == pytest.approx([4.303 / math.sqrt(3)])
+        assert means["error_y"]["array"] == pytest.approx([4.302653 / math.sqrt(3)])
         assert (front["x"], front["y"]) == (pytest.approx([20]), pytest.approx([2 - off]))
     (shown,) = variants(runs_page([finished(tmp_path / "5k", MLP.override(data="mnist5k")).path]))
     assert [trace["name"] for trace in shown["params error_last"]["data"]] == ["runs", "front"]
