@@ -1,7 +1,6 @@
 """The papers' networks against published sizes, closed forms, and a forward pass written out by hand."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ def test_facts_are_those_of_the_network(name: str, x: Tensor) -> None:
     assert facts.has_batch_norm == any(isinstance(m, nn.BatchNorm2d) for m in net.modules())
     assert facts.has_dropout == any(isinstance(m, nn.Dropout) and m.p == 0.5 for m in net.modules())
     if facts.blocks is not None:
-        assert gates(l0.attach(net, x, where=partial(l0.per_layer, only=facts.blocks)))
+        assert gates(l0.attach(net, x, where=l0.per_layer(only=facts.blocks)))
     # A layer that gives nothing is no end where a path leads around it.
     hidden = "blocks.1.conv1" if facts.residual else "fc1"
     for value in net.get_submodule(hidden).parameters():
