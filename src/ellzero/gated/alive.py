@@ -15,6 +15,7 @@ from itertools import accumulate
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -92,6 +93,12 @@ class Liveness:
     def inputs(self, extended: Tensor, tables: dict[str, Tensor]) -> list[Tensor]:
         """P(open) of every input of each weight that gets a `Select`."""
         return [product(extended[tables[f"entries {name}"]], 1) for name in self.entries]
+
+    def weakest(self, evidence: Tensor) -> npt.NDArray[np.float64]:
+        """For each unit the least evidence of the gates that all its readers share, which chooses among closed ones."""
+        numbers = evidence.double().cpu().numpy()
+        padded = np.concatenate([numbers, np.full(self.one + 2 - len(numbers), np.inf)])
+        return np.asarray(padded[self.common].min(1))
 
 
 def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:

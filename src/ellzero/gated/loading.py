@@ -1,0 +1,36 @@
+"""Whether a state fits the network that is to load it: all of it, or none is loaded. This file knows tensors only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def refuse_other_keys(own: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Refuses a state with other keys."""
+    if own.keys() != new.keys():
+        raise ValueError(
+            f"`state_dict` is of another network: missing {sorted(own.keys() - new.keys())[:5]}, "
+            f"unexpected {sorted(new.keys() - own.keys())[:5]}"
+        )
+
+
+def refuse_other_shapes(own: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> None:
+    """Refuses a state with tensors of other shapes, or with gates that are not finite.
+
+    Torch loads what fits and complains afterwards.
+    """
+    for key, here in own.items():
+        tensor = new.get(prefix + key)
+        if not isinstance(here, Tensor) or tensor is None:
+            continue
+        if tensor.shape != here.shape:
+            raise ValueError(
+                f"`state_dict` is of another network: `{key}` has shape {tuple(tensor.shape)}, "
+                f"here it is {tuple(here.shape)}"
+            )
+        if key.startswith("gates.") and not bool(torch.isfinite(tensor).all()):
+            raise ValueError(f"`state_dict` has numbers in `{key}` that are not finite")

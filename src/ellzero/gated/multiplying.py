@@ -1,0 +1,150 @@
+"""How gates get into weights: each gated weight is replaced, for one forward, by its product with the gates on it.
+
+`aim` works out once which gates act on which weight, and in what layout. `in_place` puts the products where the model
+looks for its weights and takes them out again. This file knows drawn gates as tensors; it draws none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from ellzero.gated.placements import Placement
+from ellzero.graph.axes import Labels
+from ellzero.graph.tracing import places
+
+
+class Factor(NamedTuple):
+    """One placement's part in one weight.
+
+    Args:
+        number: which placement.
+        repeats: how often each gate stands in a row, where gates come in order.
+        table: key of the index that lays the gates out, where they do not.
+        shape: in which the gates broadcast against the weight.
+    """
+
+    number: int
+    repeats: int
+    table: str | None
+    shape: tuple[int, ...]
+
+
+class Target(NamedTuple):
+    """A weight that gates multiply: its shape, the paths under which modules hold it, and the factors."""
+
+    shape: tuple[int, ...]
+    holders: list[tuple[str, ...]]
+    factors: list[Factor]
+
+
+def aim(model: nn.Module, placements: Sequence[Placement]) -> tuple[dict[str, Target], dict[str, Labels]]:
+    """What the gates multiply in the model as it is now, and the index tables that this takes."""
+    members, held = dict(model.named_parameters()), places(model)
+    targets: dict[str, Target] = {}
+    tables: dict[str, Labels] = {}
+    for number, placement in enumerate(placements):
+        for site in placement.multiplies:
+            sizes = tuple(members[site.tensor].shape)
+            holders = [tuple(name.split(".")) for name in held[site.tensor]]
+            target = targets.setdefault(site.tensor, Target(sizes, holders, []))
+            shape = tuple(size if d in site.dims else 1 for d, size in enumerate(sizes))
+            n, units = prod(placement.shape), site.units.ravel()
+            repeats = units.size // n if units.size % n == 0 else 0
+            table = None
+            if not repeats or not np.array_equal(units, np.repeat(np.arange(n), repeats)):
+                repeats, table = 1, f"factor {len(target.factors)} {site.tensor}"
+                tables[table] = np.where(units < 0, n, units)
+            first = next((d for d, size in enumerate(shape) if size > 1), len(shape) - 1)
+            target.factors.append(Factor(number, repeats, table, shape[first:]))  # leading ones broadcast anyway
+    return targets, tables
+
+
+def multiplied(weight: Tensor, target: Target, z: Sequence[Tensor], tables: Mapping[str, Tensor]) -> Tensor:
+    """`weight` times all gates on it.
+
+    Args:
+        weight: the model's own.
+        target: the gates on it.
+        z: the gates, one tensor per placement.
+        tables: from `aim`, as tensors.
+    """
+    product: Tensor | None = None
+    for number, repeats, table, shape in target.factors:
+        factor = z[number]
+        if table is not None:
+            factor = torch.cat([factor.reshape(-1), factor.new_ones(1)])[tables[table]]
+        elif repeats > 1:
+            factor = factor.reshape(-1, 1).expand(-1, repeats)
+        if factor.shape != shape:
+            factor = factor.reshape(shape)
+        product = factor if product is None else product * factor
+    assert product is not None
+    return weight * (product if product.dtype == weight.dtype else product.to(weight.dtype))
+
+
+@contextmanager
+def in_place(
+    model: nn.Module, targets: Mapping[str, Target], z: Sequence[Tensor], tables: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Puts the gated weights where the model looks for its own, and puts these back in the end.
+
+    What `torch.func.functional_call` does, for the few weights that change: it walks all parameters at each call.
+    """
+    put: list[tuple[dict[str, Any], str, Any]] = []
+    checkpointing = _forbid_checkpointing() if torch.is_grad_enabled() else None
+    try:
+        for name, target in targets.items():
+            weight: Any = None
+            for *path, key in target.holders:
+                module: Any = model
+                for part in path:
+                    module = module._modules.get(part)
+                own = None if module is None else module._parameters.get(key)
+                if own is None or own.shape != target.shape or type(own).__name__ == "DTensor":
+                    raise RuntimeError(
+                        f"`{name}` is not the parameter of shape {target.shape} that gates were attached to "
+                        "(replaced, resized or sharded since?); attach again"
+                    )
+                if weight is None:
+                    weight = multiplied(own, target, z, tables)
+                put.append((module._parameters, key, own))
+                module._parameters[key] = weight
+        yield
+    finally:
+        for parameters, key, own in put:
+            parameters[key] = own
+        if checkpointing is not None:
+            _allow_checkpointing(checkpointing)
+
+
+def _forbid_checkpointing() -> tuple[Any, Any]:
+    """Refuses activation checkpointing inside the model: its recomputation runs in the backward, after the gated
+    weights are gone, and would silently use the dense ones. Checkpointing around the `Gated` is fine: it recomputes
+    the gates too, with the same noise.
+    """
+    module: Any = torch.utils.checkpoint
+    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Refusal, _Refusal.apply
+    return before
+
+
+def _allow_checkpointing(before: tuple[Any, Any]) -> None:
+    module: Any = torch.utils.checkpoint
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
+
+
+class _Refusal:
+    @staticmethod
+    def apply(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "activation checkpointing inside a gated model recomputes with ungated weights; "
+            "checkpoint around it instead: `torch.utils.checkpoint.checkpoint(gated, x)`, or compile it"
+        )

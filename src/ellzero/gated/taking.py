@@ -1,0 +1,70 @@
+"""What is left of placements when units are taken out of a live model for good.
+
+Gates, their noise and all that counts stay those of the whole network; only what the gates multiply gets smaller. This
+file computes with placements and plans; `Gated.shrink` carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from ellzero.gated.placements import Placement
+from ellzero.graph.axes import Site
+from ellzero.graph.plan import Mask, Plan
+
+
+def refuse_taking(model: nn.Module, plan: Plan, taken: Plan | None) -> None:
+    """Refuses a plan that a live model cannot follow.
+
+    Args:
+        model: the model as it is now.
+        plan: what is to be left.
+        taken: the plan that was followed before.
+
+    Raises:
+        ValueError: the plan brings a unit back, or takes more than units out, or there is a grouped convolution.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _ConvNd) and module.groups > 1:  # sizes would not say any more how many groups it had
+            raise ValueError(f"`{name}` is a grouped convolution, and a network with one cannot shrink in steps")
+    if plan.selects or plan.closed:
+        raise ValueError("`plan` must take out units and leave layers and single inputs, got one that does not")
+    if taken is not None and (plan.units & ~taken.units).any():
+        raise ValueError("`plan` must not bring back a unit that was taken out before, got one that does")
+
+
+def remaining(placement: Placement, plan: Plan | None) -> Placement:
+    """The placement on the tensors that `plan` leaves; gates keep their numbers."""
+    if plan is None:
+        return placement
+
+    def cut(site: Site) -> Site:
+        units = site.units
+        for axis, dim in enumerate(site.dims):
+            index = plan.rows.get(site.tensor, {}).get(dim)
+            units = units if index is None else np.take(units, index, axis)
+        if site.tensor in plan.columns and len(site.dims) > 1:
+            columns = plan.columns[site.tensor]
+            units = np.take_along_axis(units, columns.reshape(*columns.shape, *[1] * (units.ndim - 2)), 1)
+        return replace(site, units=units)
+
+    return replace(
+        placement, multiplies=tuple(map(cut, placement.multiplies)), counts=tuple(map(cut, placement.counts))
+    )
+
+
+def idle(present: Sequence[Placement]) -> Mask:
+    """For every gate, flat, whether there is nothing that it multiplies."""
+    parts = []
+    for placement in present:
+        mask = np.ones(prod(placement.shape), dtype=bool)
+        for site in placement.multiplies:
+            mask[site.units[site.units >= 0]] = False
+        parts.append(mask)
+    return np.concatenate(parts)
