@@ -19,7 +19,7 @@ def entries(gated: l0.Gated, alive: np.ndarray, inputs: dict[str, np.ndarray]) -
     total = 0
     for tensor in gated.graph.parameters:
         stays = np.ones(gated.graph.shapes[tensor], dtype=bool)
-        for dims, units in gated.graph.labels.get(tensor, {}).items():
+        for dims, units in gated.graph.units.get(tensor, {}).items():
             on = alive[units] | (units < 0)
             if tensor in inputs and dims == gated.graph.reading[tensor]:
                 on = inputs[tensor]

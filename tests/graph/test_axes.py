@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ellzero.graph.axes import Graph, Labels, Site, Step, Ties, classes, unify
+from ellzero.graph.axes import Graph, Numbers, Site, Step
+from ellzero.graph.ties import Ties, classes, unify
 
 
 @given(st.integers(1, 40), st.data())
@@ -71,7 +72,7 @@ def test_units_at_the_same_places_form_an_axis() -> None:
     assert [s.tensor for s in graph.axes[0].readers] == ["b.weight"]
     assert [s.tensor for s in graph.axes[0].writers] == ["a.weight"]
     assert graph.offsets == [0, 4, 7, 9]
-    assert graph.labels["b.weight"] == {
+    assert graph.units["b.weight"] == {
         (0,): pytest.approx(np.array([7, 8])),
         (1,): pytest.approx(np.array([0, 1, 2, 3])),
     }
@@ -161,6 +162,6 @@ def test_a_path_carries_on() -> None:
 
 
 def test_plain_data_can_be_written_by_hand() -> None:
-    units: Labels = np.arange(3)
+    units: Numbers = np.arange(3)
     site = Site("w", (0,), units, "writes")
     assert site.units is units

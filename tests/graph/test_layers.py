@@ -1,8 +1,8 @@
-"""Every rule against real execution: disturb one unit, and only entries that carry the unit's label may change.
+"""Every rule against real execution: disturb one unit, and only entries that carry the unit may change.
 
-That is the invariant of `labels.py`: a rule carries a unit to all entries that depend on it, or a weight's
-contracting dimension consumes it, or
-it is frozen. The operands are parameters, so that all their dimensions are labelled, batch and space too.
+That is the invariant of `values.py`: a rule carries a unit to all entries that depend on it, or a weight's contracting
+dimension consumes it, or it is frozen. The operands are parameters, so that all their dimensions carry units, batch and
+space too.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ellzero import layers
-from ellzero.graph.axes import Ties, classes
+from ellzero.graph.resizing import resize
 from ellzero.graph.rules.call import RULES, tensors
+from ellzero.graph.rules.entrywise import BINARY, UNARY
+from ellzero.graph.ties import Ties, classes
 from ellzero.graph.tracing import _Walk, canonical_names
 from ellzero.graph.values import Value
 
@@ -98,11 +99,11 @@ def assert_sound(op: Op, *shapes: tuple[int, ...]) -> int:
                     parameter.copy_(old)
                 for was, now, value in zip(before, after, walk.outputs, strict=True):
                     may = torch.zeros(was.shape, dtype=torch.bool)
-                    for group, atoms in value.labels.items():
+                    for group, atoms in value.carried.items():
                         here = torch.tensor(root[atoms] == unit)
                         may |= here.reshape([value.shape[d] if d in group else 1 for d in range(value.ndim)])
                     assert not bool(((was != now) & ~may).any()), (
-                        f"{name}[{dim}] index {index} reaches entries without its label"
+                        f"{name}[{dim}] index {index} reaches entries that do not carry it"
                     )
                     assert bool(((was == now) | may).all())
                     carried += int(may.any())
@@ -131,12 +132,12 @@ BITS = {"logical_not", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor"
 OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {
     **{
         n: (lambda p, n=n: getattr(torch.ops.aten, n)(p, *EXTRA.get(n, ())), (B,))
-        for n in layers.UNARY.split()
+        for n in UNARY.split()
         if n not in RANDOM | BITS
     },
     **{
         n: (lambda p, q, n=n: getattr(torch.ops.aten, n)(p, q), (B, (3, 1)))
-        for n in layers.BINARY.split()
+        for n in BINARY.split()
         if n not in BITS | {"where", "masked_fill", "lerp", "addcmul", "addcdiv", "copysign", "fmod"}
     },
     "bits": (lambda p, q: ((p > 0.5) & (q > 0.5) | ~(p > 0.3) ^ (q > 0.6)) * 1.0, (B, (4,))),
@@ -271,7 +272,7 @@ OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_only_labelled_entries_depend_on_a_unit(name: str) -> None:
+def test_only_entries_that_carry_it_depend_on_a_unit(name: str) -> None:
     op, shapes = OPS[name]
     assert_sound(op, *shapes)
 
@@ -297,7 +298,7 @@ def test_units_are_carried_where_they_can_be() -> None:
 
 def test_the_oracle_sees_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "cumsum", RULES["relu"])
-    with pytest.raises(AssertionError, match="without its label"):
+    with pytest.raises(AssertionError, match="that do not carry it"):
         assert_sound(lambda p: p.cumsum(1), B)
 
 
@@ -369,7 +370,7 @@ def test_attributes_follow_the_tensors() -> None:
     def cut(module: nn.Module, **shapes: tuple[int, ...]) -> nn.Module:
         for name, shape in shapes.items():
             setattr(module, name, nn.Parameter(torch.zeros(shape)))
-        layers.resize(module)
+        resize(module)
         return module
 
     linear = cut(nn.Linear(4, 6), weight=(5, 3))

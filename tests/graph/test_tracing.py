@@ -71,12 +71,12 @@ def test_random_networks_have_the_units_of_their_program(model: Drawn) -> None:
     rows, reads, _, _ = model.units()
     ours: dict[int, set[int]] = {}
     for (layer, row), unit in rows.items():
-        ours.setdefault(unit, set()).add(int(graph.labels[f"layers.{layer}.weight"][(0,)][row]))
+        ours.setdefault(unit, set()).add(int(graph.units[f"layers.{layer}.weight"][(0,)][row]))
     for layer, units in reads.items():
         tensor = f"layers.{layer}.weight"
         if graph.reading[tensor] == (1,):
             for column, unit in enumerate(units):
-                ours.setdefault(unit, set()).add(int(graph.labels[tensor][(1,)][column]))
+                ours.setdefault(unit, set()).add(int(graph.units[tensor][(1,)][column]))
     written = set(rows.values())
     assert all(len(ours[u]) == 1 for u in written), "one unit of the program, several of the graph"
     assert len({next(iter(ours[u])) for u in written}) == len(written), "several units of the program, one of the graph"

@@ -1,4 +1,4 @@
-"""The algebra of labels against real tensors: unit numbers are put into a tensor, torch moves them, and the labels
+"""The algebra of carried against real tensors: unit numbers are put into a tensor, torch moves them, and the carried
 must say the same.
 """
 
@@ -12,28 +12,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ellzero.graph import values as lb
-from ellzero.graph.axes import Labels, Ties, classes
+from ellzero.graph import values
+from ellzero.graph.axes import Numbers
+from ellzero.graph.ties import Ties, classes
 from ellzero.graph.values import Value
 
 
-def ties(*sizes: int) -> tuple[Ties, list[Labels]]:
+def ties(*sizes: int) -> tuple[Ties, list[Numbers]]:
     """An empty record, and atoms for dimensions of these sizes."""
     record = Ties({})
     return record, [record.fresh(size) for size in sizes]
 
 
-def spread(value: Value, group: lb.Dims) -> Tensor:
-    """A label as a full tensor: the atom at every entry."""
+def spread(value: Value, group: values.Dims) -> Tensor:
+    """What a group of dimensions carries as a full tensor: the atom at every entry."""
     shape = [value.shape[d] if d in group else 1 for d in range(value.ndim)]
-    return torch.tensor(value.labels[group]).reshape(shape).expand(value.shape)
+    return torch.tensor(value.carried[group]).reshape(shape).expand(value.shape)
 
 
 def content(value: Value) -> list[Tensor]:
-    return [spread(value, group) for group in value.labels]
+    return [spread(value, group) for group in value.carried]
 
 
-def tied(record: Ties) -> Labels:
+def tied(record: Ties) -> Numbers:
     return classes(record.count, record.pairs)
 
 
@@ -52,7 +53,7 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 @st.composite
 def values(draw: st.DrawFn) -> tuple[Ties, Value]:
-    """A value with one label, on a random dimension."""
+    """A value that carries units on one random dimension."""
     shape = draw(shapes)
     dim = draw(st.integers(0, len(shape) - 1))
     record, (atoms,) = ties(shape[dim])
@@ -84,10 +85,10 @@ def test_reshape_is_what_torch_does(start: tuple[Ties, Value], data: st.DataObje
     for _ in range(data.draw(st.integers(1, 3))):
         if data.draw(st.booleans()):
             shape = data.draw(_reshapes(value.shape))
-            value, truth = lb.reshape(record, value, shape), truth.reshape(shape)
+            value, truth = values.reshape(record, value, shape), truth.reshape(shape)
         else:
             order = data.draw(st.permutations(range(value.ndim)))
-            value, truth = lb.permute(value, order), truth.permute(order)
+            value, truth = values.permute(value, order), truth.permute(order)
         assert value.shape == truth.shape
         found = content(value)
         if found:
@@ -114,23 +115,23 @@ def test_reshape_is_what_torch_does(start: tuple[Ties, Value], data: st.DataObje
 def test_reshape_of_common_forms(shape: tuple[int, ...], dim: int, to: tuple[int, ...], group: tuple[int, ...]) -> None:
     record, (atoms,) = ties(shape[dim])
     value = Value(shape, {(dim,): atoms})
-    out = lb.reshape(record, value, to)
-    assert list(out.labels) == [group]
+    out = values.reshape(record, value, to)
+    assert list(out.carried) == [group]
     assert not record.freezes
     assert torch.equal(content(out)[0], content(value)[0].reshape(to))
 
 
 def test_reshape_that_lays_two_axes_out_together_freezes_both() -> None:
     record, (a, b) = ties(3, 4)
-    out = lb.reshape(record, Value((3, 4), {(0,): a, (1,): b}), (12,))
-    assert not out.labels
+    out = values.reshape(record, Value((3, 4), {(0,): a, (1,): b}), (12,))
+    assert not out.carried
     assert frozen(record) == {*a.tolist(), *b.tolist()}
 
 
 def test_reshape_keeps_two_axes_that_stay_apart() -> None:
     record, (a, b) = ties(3, 4)
-    out = lb.reshape(record, Value((2, 3, 4), {(1,): a, (2,): b}), (2, 3, 2, 2))
-    assert set(out.labels) == {(1,), (2, 3)}
+    out = values.reshape(record, Value((2, 3, 4), {(1,): a, (2,): b}), (2, 3, 2, 2))
+    assert set(out.carried) == {(1,), (2, 3)}
 
 
 @given(values(), st.data())
@@ -139,7 +140,7 @@ def test_take_is_index_select(start: tuple[Ties, Value], data: st.DataObject) ->
     (truth,) = content(value)
     dim = data.draw(st.integers(0, value.ndim - 1))
     index = data.draw(st.lists(st.integers(0, value.shape[dim] - 1), min_size=1, max_size=6))
-    out = lb.take(record, value, dim, np.array(index))
+    out = values.take(record, value, dim, np.array(index))
     assert torch.equal(content(out)[0], truth.index_select(dim, torch.tensor(index)))
 
 
@@ -148,7 +149,7 @@ def test_insert_is_unsqueeze(start: tuple[Ties, Value], data: st.DataObject) -> 
     _, value = start
     (truth,) = content(value)
     dim = data.draw(st.integers(0, value.ndim))
-    assert torch.equal(content(lb.insert(value, dim))[0], truth.unsqueeze(dim))
+    assert torch.equal(content(values.insert(value, dim))[0], truth.unsqueeze(dim))
 
 
 @given(values(), st.data())
@@ -156,10 +157,10 @@ def test_drop_is_select(start: tuple[Ties, Value], data: st.DataObject) -> None:
     record, value = start
     (truth,) = content(value)
     dim = data.draw(st.integers(0, value.ndim - 1))
-    out = lb.drop(record, value, dim, "it is picked")
+    out = values.drop(record, value, dim, "it is picked")
     expected = truth.select(dim, 0)
     assert out.shape == expected.shape
-    if out.labels:
+    if out.carried:
         assert torch.equal(content(out)[0], expected)
     else:
         assert set(truth.flatten().tolist()) <= frozen(record)
@@ -177,55 +178,55 @@ def test_elementwise_ties_exactly_what_meets(data: st.DataObject) -> None:
         value = Value(own, {(dim,): record.fresh(own[dim])})
         operands.append(value)
         truths.append(content(value)[0].expand(torch.broadcast_shapes(own, shape)))
-    out = lb.elementwise(record, operands, shape)
+    out = values.elementwise(record, operands, shape)
     stopped = frozen(record)
-    for group in out.labels:
+    for group in out.carried:
         for truth, value in zip(truths, operands, strict=True):
-            # A label of the output that comes from this operand is where torch puts it.
-            ((own,),) = value.labels
+            # What the output carries from this operand is where torch puts it.
+            ((own,),) = value.carried
             if (own + len(shape) - value.ndim,) == group and value.shape[own] == shape[group[0]]:
                 assert same_units(record, spread(out, group), truth)
     root = tied(record)
     for truth in truths:  # carried on, or frozen
-        carried = {int(r) for g in out.labels for r in root[out.labels[g]].ravel()}
+        carried = {int(r) for g in out.carried for r in root[out.carried[g]].ravel()}
         assert {int(r) for r in root[truth.numpy()].ravel()} <= carried | stopped
 
 
 def test_elementwise_over_two_axes_at_right_angles_keeps_both() -> None:
     record, (a, b) = ties(3, 4)
-    out = lb.elementwise(record, [Value((3, 1), {(0,): a}), Value((4,), {(0,): b})], (3, 4))
-    assert set(out.labels) == {(0,), (1,)}
+    out = values.elementwise(record, [Value((3, 1), {(0,): a}), Value((4,), {(0,): b})], (3, 4))
+    assert set(out.carried) == {(0,), (1,)}
 
 
 def test_elementwise_with_a_plain_dimension_freezes() -> None:
     record, (a,) = ties(3)
-    lb.elementwise(record, [Value((2, 3), {(1,): a}), Value((2, 3), why="the model's input")], (2, 3))
+    values.elementwise(record, [Value((2, 3), {(1,): a}), Value((2, 3), why="the model's input")], (2, 3))
     assert record.freezes[0][1] == "it meets the model's input"
     assert frozen(record) == set(a.tolist())
 
 
 def test_elementwise_with_a_number_for_each_example_does_not() -> None:
     record, (a,) = ties(3)
-    out = lb.elementwise(record, [Value((2, 3), {(1,): a}), Value((2, 1))], (2, 3))
+    out = values.elementwise(record, [Value((2, 3), {(1,): a}), Value((2, 1))], (2, 3))
     assert not record.freezes
     assert torch.equal(content(out)[0], torch.as_tensor(a).expand(2, 3))
 
 
-def test_joint_label_meets_a_single_one() -> None:
+def test_joint_units_meet_single_ones() -> None:
     """A pixel-shuffled map and a plain one are added: the four channels behind one output channel become one unit."""
     record, (a, b) = ties(12, 3)
-    joint = lb.reshape(record, Value((2, 12), {(1,): a}), (2, 3, 4))
-    out = lb.elementwise(record, [joint, Value((2, 3, 4), {(1,): b})], (2, 3, 4))
-    assert list(out.labels) == [(1,)]
+    joint = values.reshape(record, Value((2, 12), {(1,): a}), (2, 3, 4))
+    out = values.elementwise(record, [joint, Value((2, 3, 4), {(1,): b})], (2, 3, 4))
+    assert list(out.carried) == [(1,)]
     assert same_units(record, torch.as_tensor(a).reshape(3, 4), torch.as_tensor(b)[:, None].expand(3, 4))
     assert len(set(tied(record)[b].tolist())) == 3
 
 
 def test_narrow_ties_what_differs_only_there() -> None:
     record, (a,) = ties(24)
-    value = lb.reshape(record, Value((24,), {(0,): a}), (2, 3, 4))
-    lb.narrow(record, value, [1])
-    assert list(value.labels) == [(0, 2)]
+    value = values.reshape(record, Value((24,), {(0,): a}), (2, 3, 4))
+    values.narrow(record, value, [1])
+    assert list(value.carried) == [(0, 2)]
     root = tied(record)[a].reshape(2, 3, 4)
     assert (root == root[:, :1]).all()
     assert len(np.unique(root)) == 8
@@ -233,8 +234,8 @@ def test_narrow_ties_what_differs_only_there() -> None:
 
 def test_without_freezes_only_what_lies_there_alone() -> None:
     record, (a, b) = ties(6, 5)
-    value = lb.reshape(record, Value((6, 5), {(0,): a, (1,): b}), (2, 3, 5))
-    kept = lb.without(record, value, [1, 2], "it is mixed")
+    value = values.reshape(record, Value((6, 5), {(0,): a, (1,): b}), (2, 3, 5))
+    kept = values.without(record, value, [1, 2], "it is mixed")
     assert list(kept) == [(0,)]
     assert frozen(record) == set(b.tolist())
 
@@ -247,17 +248,17 @@ def test_concat_is_cat(data: st.DataObject) -> None:
     record, atoms = ties(*sizes)
     values = [Value((*shape[:dim], n, *shape[dim + 1 :]), {(dim,): a}) for n, a in zip(sizes, atoms, strict=True)]
     truth = torch.cat([content(v)[0] for v in values], dim)
-    out = lb.concat(record, values, dim, tuple(truth.shape))
+    out = values.concat(record, values, dim, tuple(truth.shape))
     assert torch.equal(content(out)[0], truth)
     assert not record.freezes
 
 
 def test_concat_ties_the_other_dimensions_and_freezes_plain_parts() -> None:
     record, (a, b) = ties(3, 3)
-    out = lb.concat(record, [Value((2, 3), {(1,): a}), Value((4, 3), {(1,): b})], 0, (6, 3))
+    out = values.concat(record, [Value((2, 3), {(1,): a}), Value((4, 3), {(1,): b})], 0, (6, 3))
     assert same_units(record, torch.as_tensor(a), torch.as_tensor(b))
-    assert list(out.labels) == [(1,)]
+    assert list(out.carried) == [(1,)]
     record, (a,) = ties(3)
-    out = lb.concat(record, [Value((2, 3), {(1,): a}), Value((2, 2), why="the model's input")], 1, (2, 5))
-    assert out.labels[(1,)][:3].tolist() == a.tolist()
-    assert frozen(record) == set(out.labels[(1,)][3:].tolist())  # the part that is no unit stays; `a` may go
+    out = values.concat(record, [Value((2, 3), {(1,): a}), Value((2, 2), why="the model's input")], 1, (2, 5))
+    assert out.carried[(1,)][:3].tolist() == a.tolist()
+    assert frozen(record) == set(out.carried[(1,)][3:].tolist())  # the part that is no unit stays; `a` may go

@@ -9,6 +9,7 @@ only.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ellzero.gated.placements import Placement
-from ellzero.graph.axes import Graph, Labels
+from ellzero.graph.axes import Graph, Numbers
 
 
 def product(x: Tensor, dim: int) -> Tensor:
@@ -61,10 +62,10 @@ class Liveness:
     size: int
     one: int
     columns: tuple[Column, ...]
-    common: Labels
-    several: Labels
-    rest: Labels
-    entries: dict[str, Labels]
+    common: Numbers
+    several: Numbers
+    rest: Numbers
+    entries: dict[str, Numbers]
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arrays as tensors, for `extend`, `units` and `inputs`."""
@@ -108,82 +109,84 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
         ValueError: if a placement multiplies a dimension that does not contract, or one gate decides about some
             readers of a unit but not all, beside others.
     """
-    starts = [0, *accumulate(prod(p.shape) for p in placements)]
-    size = starts[-1]
-    columns: list[Column] = []
-    acting: dict[str, list[Labels]] = {}  # weight -> for each set of gates on it, the gate at each input
-    width = size
-    for placement, start in zip(placements, starts, strict=False):
-        for site in placement.multiplies:
-            dims = graph.reading.get(site.tensor)
-            if dims == site.dims:
-                acting.setdefault(site.tensor, []).append(np.where(site.units < 0, -1, site.units + start))
-            elif len(site.dims) == len(graph.shapes[site.tensor]):
-                if dims is not None and len(dims) == 1:
-                    columns.append(Column(start, graph.shapes[site.tensor], dims[0]))
-                    inputs = graph.shapes[site.tensor][dims[0]]
-                    acting.setdefault(site.tensor, []).append(np.arange(width, width + inputs))
-                    width += inputs
-            else:
-                raise ValueError(
-                    f"`where` lets gates `{placement.name}` multiply dimensions {site.dims} of `{site.tensor}`, "
-                    "which do not contract"
-                )
-    one, zero = width, width + 1
-
-    def gates_at(tensor: str, position: int) -> frozenset[int]:
-        return frozenset(int(g.flat[position]) for g in acting.get(tensor, []) if g.flat[position] >= 0)
-
+    size = sum(prod(p.shape) for p in placements)
+    columns, acting = _acting(graph, placements, size)
+    one = size + sum(c.shape[c.dim] for c in columns)
+    zero = one + 1
     # For every unit, the sets of gates that decide about each entry that reads it.
     readers: list[set[frozenset[int]]] = [set() for _ in range(graph.offsets[-1])]
     at: dict[str, list[frozenset[int]]] = {}
     for tensor, dims in graph.reading.items():
-        units = graph.labels[tensor][dims]
+        units = graph.units[tensor][dims]
         positions = np.arange(units.size)
         if len(dims) > 1:  # the rows of one group read the same units
             _, positions = np.unique(units, return_index=True)
-        at[tensor] = [gates_at(tensor, k) for k in positions.tolist()]
+        on = acting.get(tensor, [])
+        at[tensor] = [frozenset(int(g.flat[k]) for g in on if g.flat[k] >= 0) for k in positions.tolist()]
         for unit, gates in zip(units.flat[positions].tolist(), at[tensor], strict=True):
             if unit >= 0:
                 readers[unit].add(gates)
     frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
+    shared, several = _decided(readers, frozen)
+    entries = {}
+    for tensor, gates_of in at.items():
+        dims = graph.reading[tensor]
+        if len(dims) > 1 or tensor not in graph.in_own_module or not any(gates_of):
+            continue
+        units = graph.units[tensor][dims].tolist()
+        if any(gates != shared[u] or u in several for u, gates in zip(units, gates_of, strict=True) if u >= 0):
+            entries[tensor] = _padded([[g] for g in gates_of], one, zero)[:, 0]
+    common = _padded([[c] for c in shared], one, zero)[:, 0]
+    rest = _padded(list(several.values()), one, zero)
+    return Liveness(size, one, tuple(columns), common, np.array(list(several), dtype=np.int64), rest, entries)
+
+
+def _acting(graph: Graph, placements: Sequence[Placement], width: int) -> tuple[list[Column], dict[str, list[Numbers]]]:
+    """The columns of unstructured weights, numbered from `width`, and for each weight that reads, by placement on it,
+    the gate or column at each input.
+    """
+    columns: list[Column] = []
+    acting: dict[str, list[Numbers]] = defaultdict(list)
+    starts = accumulate((prod(p.shape) for p in placements), initial=0)
+    for placement, start in zip(placements, starts, strict=False):
+        for site in placement.multiplies:
+            shape, dims = graph.shapes[site.tensor], graph.reading.get(site.tensor)
+            if dims == site.dims:
+                acting[site.tensor].append(np.where(site.units < 0, -1, site.units + start))
+            elif len(site.dims) != len(shape):
+                raise ValueError(
+                    f"`where` lets gates `{placement.name}` multiply dimensions {site.dims} of `{site.tensor}`, "
+                    "which do not contract"
+                )
+            elif dims is not None and len(dims) == 1:
+                columns.append(Column(start, shape, dims[0]))
+                acting[site.tensor].append(np.arange(width, width + shape[dims[0]]))
+                width += shape[dims[0]]
+    return columns, acting
+
+
+def _decided(
+    readers: Sequence[set[frozenset[int]]], frozen: npt.NDArray[np.bool_]
+) -> tuple[list[frozenset[int]], dict[int, list[frozenset[int]]]]:
+    """For each unit the gates that all its readers share; and where readers differ beyond them, the further gates."""
     shared: list[frozenset[int]] = []
-    several: list[int] = []
-    rest: list[list[frozenset[int]]] = []
+    several: dict[int, list[frozenset[int]]] = {}
     for unit, sets in enumerate(readers):
         common = frozenset.intersection(*sets) if sets else frozenset[int]()
         further = [s - common for s in sets]
         if frozen[unit]:
-            common, further = frozenset(), [frozenset[int]()]
+            common, further = frozenset(), []
         shared.append(common)
         if further and all(further):
             if sum(map(len, further)) > len(frozenset.union(*further)):
                 raise ValueError(
                     "`where` lets one gate decide about some of the entries that read a unit, beside other gates"
                 )
-            several.append(unit)
-            rest.append(further)
-    entries = {}
-    differing = set(several)
-    for tensor, gates_of in at.items():
-        dims = graph.reading[tensor]
-        if len(dims) > 1 or tensor not in graph.in_own_module or not any(gates_of):
-            continue
-        units = graph.labels[tensor][dims].tolist()
-        if any(gates != shared[u] or u in differing for u, gates in zip(units, gates_of, strict=True) if u >= 0):
-            entries[tensor] = _padded([[g] for g in gates_of], one, zero)[:, 0]
-    return Liveness(
-        size,
-        one,
-        tuple(columns),
-        _padded([[c] for c in shared], one, zero)[:, 0],
-        np.array(several, dtype=np.int64),
-        _padded(rest, one, zero),
-        entries,
-    )
+            several[unit] = further
+    return shared, several
 
 
-def _padded(sets: Sequence[Sequence[frozenset[int]]], one: int, zero: int) -> Labels:
+def _padded(sets: Sequence[Sequence[frozenset[int]]], one: int, zero: int) -> Numbers:
     """Sets of gates as an array (unit, entry, gate): missing gates are certain, missing entries impossible."""
     entries = max((len(s) for s in sets), default=1)
     gates = max((len(g) for s in sets for g in s), default=1) or 1

@@ -1,6 +1,6 @@
 """How many entries are left: parameters and MACs of the network that removal would give, by which units are alive.
 
-The entries of a weight are counted by a product of two sums, one over each of its labelled dimensions:
+The entries of a weight are counted by a product of two sums, one over each dimension that carries units:
 Σ_o a_o · Σ_i a_i. In expectation over independent units that is E[n_out]·E[n_in]. Where the same units lie on both
 dimensions (residual streams) a unit is not independent of itself, nor of an input that reads it: an open input u means
 that its unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is added, with u = m for the unit itself. The *population* is every
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ellzero.gated.alive import Liveness
-from ellzero.graph.axes import Graph, Labels
+from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import Plan
 
 Vector = npt.NDArray[np.float64]
@@ -49,16 +49,16 @@ class Census:
 
     names: tuple[str, ...]
     scale: Vector
-    left: Labels
-    right: Labels
+    left: Numbers
+    right: Numbers
     constant: Vector
     matrix: Vector
-    segment: Labels
-    whole: Labels
-    part: Labels
+    segment: Numbers
+    whole: Numbers
+    part: Numbers
     twice: Vector
-    sort: Labels
-    units: Labels
+    sort: Numbers
+    units: Numbers
     inputs: tuple[tuple[str, int, int], ...]
 
     def kept(self, plan: Plan) -> Vector:
@@ -117,11 +117,11 @@ class _Builder:
             self.inputs[tensor] = self.size
             self.size += len(gates)
         self.rows: dict[bytes, int] = {}
-        self.vectors: list[Labels] = []
+        self.vectors: list[Numbers] = []
         self.row(np.zeros(0, dtype=np.int64), 1)
         self.terms: list[tuple[str, float, int, int]] = []
 
-    def row(self, members: Labels, constant: int) -> int:
+    def row(self, members: Numbers, constant: int) -> int:
         """The number of the row that counts these members of the population (-1: always there), and `constant` more."""
         vector = np.bincount(members[members >= 0], minlength=self.size + 1)
         vector[self.size] = constant + (members < 0).sum()
@@ -132,7 +132,7 @@ class _Builder:
 
     def tensor(self, tensor: str, name: str, factor: float) -> None:
         """The terms that count the entries of one parameter, each entry costing `factor`."""
-        shape, sites = self.graph.shapes[tensor], self.graph.labels.get(tensor, {})
+        shape, sites = self.graph.shapes[tensor], self.graph.units.get(tensor, {})
         joint = next((dims for dims in sites if len(dims) > 1), None)
         if joint is not None:
             table, lines = sites[joint], sites.get((0,), np.full(shape[0], -1))
@@ -158,16 +158,16 @@ class _Builder:
         assert len(rows) <= 2, f"`{tensor}` has more than two dimensions that shrink"
         self.terms.append((name, factor, *([*rows, 0, 0][:2])))  # type: ignore[arg-type]
 
-    def product(self, name: str, factor: float, left: Labels | None, right: Labels | None) -> None:
+    def product(self, name: str, factor: float, left: Numbers | None, right: Numbers | None) -> None:
         rows = [self.row(self.member[a], 0) if a is not None else 0 for a in (left, right)]
         self.terms.append((name, factor, rows[0], rows[1]))
 
-    def pairs(self) -> Labels:
+    def pairs(self) -> Numbers:
         """Members (m, u) such that u is alive only if m is: a unit and itself, a unit and an input that reads it."""
         own = np.arange(len(self.units))
         whole, part = [own], [own]
         for tensor, start in self.inputs.items():
-            read = self.member[self.graph.labels[tensor][self.graph.reading[tensor]]]
+            read = self.member[self.graph.units[tensor][self.graph.reading[tensor]]]
             whole.append(read[read >= 0])
             part.append(start + np.flatnonzero(read >= 0))
         return np.stack([np.concatenate(whole), np.concatenate(part)])

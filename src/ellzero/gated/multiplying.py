@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from ellzero.gated.placements import Placement
-from ellzero.graph.axes import Labels
+from ellzero.graph.axes import Numbers
 from ellzero.graph.tracing import places
 
 
@@ -45,11 +45,11 @@ class Target(NamedTuple):
     factors: list[Factor]
 
 
-def aim(model: nn.Module, placements: Sequence[Placement]) -> tuple[dict[str, Target], dict[str, Labels]]:
+def aim(model: nn.Module, placements: Sequence[Placement]) -> tuple[dict[str, Target], dict[str, Numbers]]:
     """What the gates multiply in the model as it is now, and the index tables that this takes."""
     members, held = dict(model.named_parameters()), places(model)
     targets: dict[str, Target] = {}
-    tables: dict[str, Labels] = {}
+    tables: dict[str, Numbers] = {}
     for number, placement in enumerate(placements):
         for site in placement.multiplies:
             sizes = tuple(members[site.tensor].shape)

@@ -2,8 +2,8 @@
 
 The hard concrete of Louizos et al. (2018) is a mixture of an atom at 0, an atom at 1 and a density between them. The
 recipe behind it is general: clamp any continuous s̄ that has a CDF to [0, 1]. Both are here, with the KL divergence
-between any two of them; so are the few formulas of the hard concrete, as pure functions, so that each exists once.
-This file knows nothing of modules, parameters or networks. Equation numbers are those of the paper.
+between any two of them. This file knows nothing of modules, parameters or networks. Equation numbers are those of the
+paper.
 
 Half-precision parameters are promoted to float32, float64 stays float64. Everything is finite, and has finite
 gradients, for |log α| up to 50.
@@ -14,18 +14,26 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints, register_kl
-from torch.distributions.utils import broadcast_all
 from torch.nn.functional import logsigmoid
 from torch.types import _size
 
+from ellzero.gates.concrete import (
+    BinaryConcrete,
+    Logistic,
+    check_log_alpha_and_beta,
+    concrete_log_density,
+    expanded,
+    gauss_legendre,
+    parameters,
+    safe_log,
+    validates,
+)
 from ellzero.gates.formulas import (
-    NOISE_EPS,
-    binary_concrete_sample,
     check_stretch,
     hard_concrete_noiseless,
     hard_concrete_prob_nonzero,
@@ -33,133 +41,7 @@ from ellzero.gates.formulas import (
     promote,
 )
 
-_D = TypeVar("_D", bound=Distribution)
-
-
-@final
-class BinaryConcrete(Distribution):
-    """The binary concrete distribution on (0, 1), s = σ((log α + logit u) / β) with u uniform (eqs. 10, 23, 24).
-
-    CDF: Q(s) = σ(β logit s − log α). Mean and variance have no closed form; they are integrated numerically.
-
-    Args:
-        log_alpha: the location log α.
-        beta: the temperature β > 0; broadcasts with `log_alpha`.
-
-    Raises:
-        ValueError: if `log_alpha` is not finite or `beta` is not positive (unless `validate_args=False`).
-
-    Example:
-        >>> s = BinaryConcrete(torch.tensor([-1.0, 0.0]), beta=2 / 3)
-        >>> s.cdf(torch.tensor(0.5))
-        tensor([0.7311, 0.5000])
-    """
-
-    arg_constraints = {"log_alpha": constraints.real, "beta": constraints.positive}
-    support = constraints.unit_interval
-    has_rsample = True
-
-    def __init__(
-        self, log_alpha: float | Tensor, beta: float | Tensor = 2 / 3, validate_args: bool | None = None
-    ) -> None:
-        self.log_alpha, self.beta = _parameters(log_alpha, beta)
-        if _validates(validate_args):
-            _check_log_alpha_and_beta(self.log_alpha, self.beta)
-        super().__init__(self.log_alpha.shape, validate_args=validate_args)
-
-    def expand(self, batch_shape: _size, _instance: Any = None) -> BinaryConcrete:
-        log_alpha, beta = self.log_alpha.expand(batch_shape), self.beta.expand(batch_shape)
-        return _expanded(self, batch_shape, log_alpha=log_alpha, beta=beta)
-
-    def rsample(self, sample_shape: _size = ()) -> Tensor:
-        u = torch.rand(self._extended_shape(sample_shape), dtype=self.log_alpha.dtype, device=self.log_alpha.device)
-        return binary_concrete_sample(u, self.log_alpha, self.beta)
-
-    def cdf(self, value: Tensor) -> Tensor:
-        return torch.sigmoid(self.beta * _logit(value) - self.log_alpha)
-
-    def icdf(self, value: Tensor) -> Tensor:
-        return self._quantile(_logit(value))
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            self._validate_sample(value)
-        return _concrete_log_density(_logit(value), self.log_alpha, self.beta)
-
-    @property
-    def median(self) -> Tensor:
-        """σ(log α / β)."""
-        return torch.sigmoid(self.log_alpha / self.beta)
-
-    @property
-    def mean(self) -> Tensor:
-        return self._expect(lambda s: s)
-
-    @property
-    def variance(self) -> Tensor:
-        mean = self.mean
-        return self._expect(lambda s: (s - mean) ** 2)
-
-    def _quantile(self, logit_t: Tensor) -> Tensor:
-        return torch.sigmoid((logit_t + self.log_alpha) / self.beta)
-
-    def _expect(self, f: Callable[[Tensor], Tensor]) -> Tensor:
-        # In the quantile variable t the integrand turns at s = 1/2, where t = σ(−log α), and is singular at 0 and 1.
-        # Cut at the turn, all three lie at ends of the pieces, where the double-exponential rule puts its points.
-        below, above = torch.sigmoid(-self.log_alpha), torch.sigmoid(self.log_alpha)
-        x, rest, w = (r.to(below).view(-1, *[1] * below.dim()) for r in _DOUBLE_EXPONENTIAL)  # rest = 1 - x
-        left = f(self._quantile(_log(below * x) - _log(above + below * rest)))
-        right = f(self._quantile(_log(below + above * x) - _log(above * rest)))
-        return below * (w * left).sum(0) + above * (w * right).sum(0)
-
-
-@final
-class Logistic(Distribution):
-    """The logistic distribution, with CDF σ((x − loc) / scale); a base for `Rectified`.
-
-    Args:
-        loc: its mean and median.
-        scale: its scale, positive.
-
-    Example:
-        >>> Logistic(torch.tensor(0.5), torch.tensor(0.3)).cdf(torch.tensor(0.5))
-        tensor(0.5000)
-    """
-
-    arg_constraints = {"loc": constraints.real, "scale": constraints.positive}
-    support = constraints.real
-    has_rsample = True
-
-    def __init__(self, loc: float | Tensor, scale: float | Tensor, validate_args: bool | None = None) -> None:
-        self.loc, self.scale = _parameters(loc, scale)
-        super().__init__(self.loc.shape, validate_args=validate_args)
-
-    def expand(self, batch_shape: _size, _instance: Any = None) -> Logistic:
-        return _expanded(self, batch_shape, loc=self.loc.expand(batch_shape), scale=self.scale.expand(batch_shape))
-
-    def rsample(self, sample_shape: _size = ()) -> Tensor:
-        u = torch.rand(self._extended_shape(sample_shape), dtype=self.loc.dtype, device=self.loc.device)
-        return self.icdf(u.clamp(NOISE_EPS, 1 - NOISE_EPS))
-
-    def cdf(self, value: Tensor) -> Tensor:
-        return torch.sigmoid((value - self.loc) / self.scale)
-
-    def icdf(self, value: Tensor) -> Tensor:
-        return self.loc + self.scale * torch.logit(value)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._validate_args:
-            self._validate_sample(value)
-        y = (value - self.loc) / self.scale
-        return logsigmoid(y) + logsigmoid(-y) - self.scale.log()
-
-    @property
-    def mean(self) -> Tensor:
-        return self.loc
-
-    @property
-    def variance(self) -> Tensor:
-        return self.scale**2 * (math.pi**2 / 3)
+__all__ = ["AbstractRectified", "BinaryConcrete", "HardConcrete", "Logistic", "Rectified"]
 
 
 class AbstractRectified(Distribution, ABC):
@@ -268,7 +150,7 @@ class AbstractRectified(Distribution, ABC):
     def _expect_between(self, f: Callable[[Tensor], Tensor]) -> Tensor:
         """∫ f(z) q(z) dz over 0 < z < 1."""
         mass = self._masses()[2]
-        x, w = _gauss_legendre(mass)
+        x, w = gauss_legendre(mass)
         return mass * (w * f(self._between(x))).sum(0)
 
 
@@ -307,16 +189,16 @@ class HardConcrete(AbstractRectified):
         zeta: float = 1.1,
         validate_args: bool | None = None,
     ) -> None:
-        self.log_alpha, self.beta = _parameters(log_alpha, beta)
+        self.log_alpha, self.beta = parameters(log_alpha, beta)
         self.gamma, self.zeta = float(gamma), float(zeta)
-        if _validates(validate_args):
-            _check_log_alpha_and_beta(self.log_alpha, self.beta)
+        if validates(validate_args):
+            check_log_alpha_and_beta(self.log_alpha, self.beta)
             check_stretch(self.gamma, self.zeta)
         super().__init__(self.log_alpha.shape, validate_args=validate_args)
 
     def expand(self, batch_shape: _size, _instance: Any = None) -> HardConcrete:
         log_alpha, beta = self.log_alpha.expand(batch_shape), self.beta.expand(batch_shape)
-        return _expanded(self, batch_shape, log_alpha=log_alpha, beta=beta, gamma=self.gamma, zeta=self.zeta)
+        return expanded(self, batch_shape, log_alpha=log_alpha, beta=beta, gamma=self.gamma, zeta=self.zeta)
 
     def rsample(self, sample_shape: _size = ()) -> Tensor:
         u = torch.rand(self._extended_shape(sample_shape), dtype=self.log_alpha.dtype, device=self.log_alpha.device)
@@ -351,11 +233,11 @@ class HardConcrete(AbstractRectified):
         return torch.sigmoid(self.beta * self._logit_unstretched(x) - self.log_alpha)
 
     def _base_log_prob(self, x: Tensor) -> Tensor:
-        density = _concrete_log_density(self._logit_unstretched(x), self.log_alpha, self.beta)
+        density = concrete_log_density(self._logit_unstretched(x), self.log_alpha, self.beta)
         return density - math.log(self.zeta - self.gamma)
 
     def _base_icdf(self, t: Tensor, complement: Tensor) -> Tensor:
-        s = torch.sigmoid((_log(t) - _log(complement) + self.log_alpha) / self.beta)
+        s = torch.sigmoid((safe_log(t) - safe_log(complement) + self.log_alpha) / self.beta)
         return s * (self.zeta - self.gamma) + self.gamma
 
     def _logit_unstretched(self, x: Tensor) -> Tensor:
@@ -405,7 +287,7 @@ class Rectified(AbstractRectified):
         return bool(self.base.has_rsample)
 
     def expand(self, batch_shape: _size, _instance: Any = None) -> Rectified:
-        return _expanded(self, batch_shape, base=self.base.expand(batch_shape))
+        return expanded(self, batch_shape, base=self.base.expand(batch_shape))
 
     def sample(self, sample_shape: _size = ()) -> Tensor:
         return promote(self.base.sample(sample_shape)).clamp(0.0, 1.0)
@@ -434,7 +316,7 @@ class Rectified(AbstractRectified):
 
     def _log_masses(self) -> tuple[Tensor, Tensor]:
         zero, one, _ = self._masses()
-        return _log(zero), _log(one)
+        return safe_log(zero), safe_log(one)
 
     def _base_cdf(self, x: Tensor) -> Tensor:
         return promote(self.base.cdf(x))
@@ -461,70 +343,3 @@ def _kl_rectified(q: AbstractRectified, p: AbstractRectified) -> Tensor:
 
 
 register_kl(AbstractRectified, AbstractRectified)(_kl_rectified)
-
-
-def _parameters(*parameters: float | Tensor) -> tuple[Tensor, ...]:
-    """The parameters as tensors of one shape; promoted first, so that a float beside a half-precision one is exact."""
-    return broadcast_all(*(promote(x) if isinstance(x, Tensor) else x for x in parameters))
-
-
-def _expanded(old: _D, batch_shape: _size, **attributes: Any) -> _D:
-    """A copy of `old` with another batch shape and these attributes, whose values have been checked before."""
-    new = type(old).__new__(type(old))
-    vars(new).update(attributes)
-    Distribution.__init__(new, torch.Size(batch_shape), validate_args=False)
-    new._validate_args = old._validate_args
-    return new
-
-
-def _log(x: Tensor) -> Tensor:
-    """log x of a non-negative x, stopping at the log of the smallest normal float; there its gradient is zero."""
-    return x.clamp_min(torch.finfo(x.dtype).tiny).log()
-
-
-def _logit(x: Tensor) -> Tensor:
-    """logit x of x in [0, 1], finite at both ends."""
-    x = promote(x)
-    return _log(x) - torch.log1p(-x.clamp(max=1 - torch.finfo(x.dtype).eps / 2))
-
-
-def _concrete_log_density(logit_s: Tensor, log_alpha: Tensor, beta: Tensor) -> Tensor:
-    """log q(s) = log β − log s(1 − s) + log Q(s)(1 − Q(s)) with logit Q(s) = β logit s − log α (eqs. 23 and 24)."""
-    y = beta * logit_s - log_alpha
-    return beta.log() - logsigmoid(logit_s) - logsigmoid(-logit_s) + logsigmoid(y) + logsigmoid(-y)
-
-
-def _golub_welsch(n: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of the n-point Gauss–Legendre rule on (0, 1), from the Jacobi matrix's eigensystem."""
-    k = torch.arange(1, n, dtype=torch.float64)
-    off = k / torch.sqrt(4 * k**2 - 1)
-    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
-    return (nodes + 1) / 2, vectors[0] ** 2
-
-
-def _tanh_sinh(n: int, step: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes x, 1 − x and weights of the double-exponential rule on (0, 1), x = σ(π sinh(k · step)), |k| ≤ n."""
-    k = torch.arange(-n, n + 1, dtype=torch.float64) * step
-    x, rest = torch.sigmoid(math.pi * torch.sinh(k)), torch.sigmoid(-math.pi * torch.sinh(k))
-    return x, rest, step * math.pi * torch.cosh(k) * x * rest
-
-
-_NODES, _WEIGHTS = _golub_welsch(32)
-_DOUBLE_EXPONENTIAL = _tanh_sinh(28, 1 / 8)  # as far as 1 − x = 3e-23, which float32 still holds
-
-
-def _gauss_legendre(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes and weights along a new first dimension, before the dimensions of `like`."""
-    shape = (-1, *[1] * like.dim())
-    return _NODES.to(like).view(shape), _WEIGHTS.to(like).view(shape)
-
-
-def _check_log_alpha_and_beta(log_alpha: Tensor, beta: Tensor) -> None:
-    if not bool(torch.isfinite(log_alpha).all()):
-        raise ValueError(f"`log_alpha` must be finite, got {log_alpha}")
-    if not bool(((beta > 0) & torch.isfinite(beta)).all()):
-        raise ValueError(f"`beta` must be positive and finite, got {beta}")
-
-
-def _validates(validate_args: bool | None) -> bool:
-    return Distribution._validate_args if validate_args is None else validate_args

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ellzero.graph.axes import Graph, Labels
+from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.resizing import resize
 from ellzero.graph.standins import put_closed, put_select
 
@@ -42,9 +42,9 @@ class Plan:
     """
 
     units: Mask
-    rows: dict[str, dict[int, Labels]] = field(default_factory=dict)
-    columns: dict[str, Labels] = field(default_factory=dict)
-    selects: dict[str, Labels] = field(default_factory=dict)
+    rows: dict[str, dict[int, Numbers]] = field(default_factory=dict)
+    columns: dict[str, Numbers] = field(default_factory=dict)
+    selects: dict[str, Numbers] = field(default_factory=dict)
     closed: frozenset[str] = frozenset()
 
     def slice(self, name: str, tensor: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Plan:
             return self
         if done.columns or done.selects or done.closed or (self.units & ~done.units).any():
             raise ValueError("`done` must keep every unit that this plan keeps, and every layer as it is")
-        rows: dict[str, dict[int, Labels]] = {}
+        rows: dict[str, dict[int, Numbers]] = {}
         for name, dims in self.rows.items():
             for dim, index in dims.items():
                 there = done.rows.get(name, {}).get(dim)
@@ -189,7 +189,7 @@ def _dead_readers(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> list
     """The weights that read nothing any more."""
     dead = {name for name, mask in entries.items() if not mask.any()}
     for tensor, dims in graph.reading.items():
-        units = graph.labels[tensor][dims]
+        units = graph.units[tensor][dims]
         if not (kept[units] | (units < 0)).any():
             dead.add(tensor)
     return sorted(dead)
@@ -213,11 +213,11 @@ def _balance(graph: Graph, kept: Mask, evidence: npt.NDArray[np.float64]) -> Non
 
 def _carry_through(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> Plan:
     """From units to indices, tensor by tensor."""
-    rows: dict[str, dict[int, Labels]] = {}
-    columns: dict[str, Labels] = {}
-    selects: dict[str, Labels] = {}
+    rows: dict[str, dict[int, Numbers]] = {}
+    columns: dict[str, Numbers] = {}
+    selects: dict[str, Numbers] = {}
     closed: set[str] = set()
-    for tensor, sites in graph.labels.items():
+    for tensor, sites in graph.units.items():
         stays = {dims: kept[units] | (units < 0) for dims, units in sites.items()}
         for dims, stay in stays.items():
             if len(dims) > 1:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ellzero.graph.axes import Graph, Labels
+from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import ClosedAxisError, Mask, make_plan
 from ellzero.graph.tracing import Inputs, batch_size, run
 
@@ -136,7 +136,7 @@ class _Bench:
                 rest = [d for d in range(weight.ndim) if d not in dims]
                 move = (slope * weight.detach()).abs()
                 moves = (move.sum(rest) if rest else move).cpu().numpy() > 0
-                moved.update(np.unique(self.graph.labels[tensor][dims][moves]).tolist())
+                moved.update(np.unique(self.graph.units[tensor][dims][moves]).tolist())
         return moved
 
     def _shows(self, axis: int, moved: set[int], model: nn.Module, inputs: Inputs) -> bool:
@@ -216,7 +216,7 @@ class _Bench:
                 alive[order[: len(cell) // parts * taken]] = False
         return alive
 
-    def _cells(self, axis: int) -> list[Labels]:
+    def _cells(self, axis: int) -> list[Numbers]:
         """The units of an axis, in sets that lie in the same groups of all grouped convolutions."""
         span = self.span(axis)
         place: list[list[int]] = [[] for _ in range(self.graph.axes[axis].size)]
@@ -235,7 +235,7 @@ def masked_weights(model: nn.Module, graph: Graph, alive: Mask) -> dict[str, Ten
     members = dict(model.named_parameters())
     out = {}
     for tensor, dims in graph.reading.items():
-        units = graph.labels[tensor][dims]
+        units = graph.units[tensor][dims]
         keep = torch.as_tensor(alive[units] | (units < 0))
         weight = members[tensor]
         shape = [weight.shape[d] if d in dims else 1 for d in range(weight.ndim)]

@@ -1,10 +1,8 @@
-"""From a model and an example input to its `Graph`: walks the `torch.export` program and lets the rules of
-`layers.py` speak.
+"""From a model and an example input to its `Graph`: walks the `torch.export` program and lets the rules speak.
 
 The model is traced twice, in evaluation with the example and in training with the example's batch doubled, into the
-same
-ties: what either run couples is coupled, what either run mixes is frozen. This file knows how to read an exported
-program; what an operation means is in `layers.py`, what ties mean in `axes.py`.
+same ties: what either run couples is coupled, what either run mixes is frozen. This file knows how to read an exported
+program; what an operation means is in `rules/`, what ties mean in `ties.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ellzero.graph.axes import Graph, Labels, Step, Ties, unify
+from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.rules import RULES, Call, tensors, unknown
+from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -215,10 +214,10 @@ class _Walk:
                 name = self.names[members[node.name]]
                 if node.users:
                     self.ties.reached.add(name)
-                labels: dict[Dims, Labels] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
+                carried: dict[Dims, Numbers] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
                 # A buffer cannot be gated, so as a weight it counts as computed; its dimensions can be sliced like
                 # any other's.
-                return Value(tuple(value.shape), labels, f"`{name}`", name if name in self.ties.parameters else None)
+                return Value(tuple(value.shape), carried, f"`{name}`", name if name in self.ties.parameters else None)
             kind = "a constant of the model" if node.name.startswith(("c_", "lifted")) else "the model's input"
             return Value(tuple(value.shape), why=f"{kind} `{node.name}`")
         if node.op == "output":
@@ -252,11 +251,8 @@ class _Walk:
         stack = list(node.meta.get("nn_module_stack", {}).values())
         module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else ""
         target = node.target
-        name = (
-            target._schema.name.split("::")[-1]
-            if hasattr(target, "_schema")
-            else str(getattr(target, "__name__", target))
-        )
+        overload = isinstance(target, torch._ops.OpOverload)
+        name = target._schema.name.split("::")[-1] if overload else str(getattr(target, "__name__", target))
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         shapes = [tuple(t.shape) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
         return Call(self.ties, name, module, shapes, batch_size(inputs), count_macs=not training)
@@ -291,9 +287,8 @@ def _bound(node: Any, values: dict[Any, Any]) -> list[Any]:
     """All arguments of the operation in the order of its schema, defaults filled in."""
     args = list(torch.fx.node.map_arg(node.args, lambda n: values[n]))
     kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: values[n])
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if not isinstance(node.target, torch._ops.OpOverload):
         return [*args, *kwargs.values()]
-    for argument in schema.arguments[len(args) :]:
+    for argument in node.target._schema.arguments[len(args) :]:
         args.append(kwargs.get(argument.name, argument.default_value))
     return args

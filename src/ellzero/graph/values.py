@@ -1,13 +1,13 @@
-"""How labels move through shapes: the algebra that every rule in `layers.py` is written in.
+"""How units move through shapes: the algebra that every rule in `rules/` is written in.
 
 A `Value` is a tensor of the traced forward without its numbers: its shape, and for each dimension that carries units
-the atoms at its entries. A label usually lies along one dimension; after a reshape it may lie on several at once
-("joint": the two halves of a channel shuffle, the three dimensions of a pixel shuffle). A dimension without a label
+the atoms at its entries. Units usually lie along one dimension; after a reshape they may lie on several at once
+("joint": the two halves of a channel shuffle, the three dimensions of a pixel shuffle). A dimension that carries none
 is *plain*: batch, time, space.
 
-The invariant that makes the result sound: an operation either carries every label of its inputs to all entries of the
-output that depend on the unit, or consumes it by a weight's contracting dimension, or freezes it. Nothing here knows
-an operation's name.
+The invariant that makes the result sound: an operation either carries every unit of its inputs to all entries of the
+output that depend on it, or consumes it by a weight's contracting dimension, or freezes it. Nothing here knows an
+operation's name.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from math import prod
 
 import numpy as np
 
-from ellzero.graph.axes import Labels, Ties
+from ellzero.graph.axes import Numbers
+from ellzero.graph.ties import Ties
 
 Dims = tuple[int, ...]
-_LARGEST_JOINT = 50_000_000  # entries; beyond that a joint label costs more than it is worth
+_LARGEST_JOINT = 50_000_000  # entries; beyond that joint dimensions cost more than they are worth
 
 
 @dataclass
 class Value:
-    """A traced tensor: its shape, its labels by dimension(s), and why its plain dimensions are plain.
+    """A traced tensor: its shape, the atoms that its dimensions carry, and why its plain dimensions are plain.
 
     Args:
         shape: the shape in the trace.
-        labels: atoms by the sorted dimensions that they lie on.
+        carried: the atoms, by the sorted dimensions that they lie on.
         why: for error messages, what a plain dimension of this tensor is.
         source: the parameter or buffer that this is a view of, entry for entry.
         step: number of the operation that made it.
@@ -38,7 +39,7 @@ class Value:
     """
 
     shape: tuple[int, ...]
-    labels: dict[Dims, Labels] = field(default_factory=dict)
+    carried: dict[Dims, Numbers] = field(default_factory=dict)
     why: str = "a dimension that no parameter carries"
     source: str | None = None
     step: int = -1
@@ -54,37 +55,37 @@ class Value:
         return self.ancestors | (1 << self.step) if self.step >= 0 else self.ancestors
 
     def group(self, dim: int) -> Dims | None:
-        """The dimensions of the label that covers `dim`, if any."""
-        return next((g for g in self.labels if dim in g), None)
+        """The dimensions that carry units together with `dim`, if any."""
+        return next((g for g in self.carried if dim in g), None)
 
 
 def freeze(ties: Ties, value: Value, reason: str, dims: Sequence[int] | None = None) -> None:
-    """Freezes the labels on `dims` (default: all)."""
-    for group, atoms in value.labels.items():
+    """Freezes what `dims` carry (default: all)."""
+    for group, atoms in value.carried.items():
         if dims is None or set(dims) & set(group):
             ties.freeze(atoms, reason)
 
 
 def narrow(ties: Ties, value: Value, dims: Sequence[int]) -> None:
-    """Takes labels off `dims` where they lie on others too: all that differ only there become one unit."""
-    for group in [g for g in value.labels if set(dims) & set(g) and not set(g) <= set(dims)]:
+    """Takes units off `dims` where they lie on others too: all that differ only there become one unit."""
+    for group in [g for g in value.carried if set(dims) & set(g) and not set(g) <= set(dims)]:
         rest = tuple(d for d in group if d not in dims)
-        atoms = value.labels.pop(group)
+        atoms = value.carried.pop(group)
         first = atoms[tuple(slice(None) if d in rest else slice(1) for d in group)]
         ties.tie(np.broadcast_to(first, atoms.shape), atoms)
-        value.labels[rest] = first.reshape([value.shape[d] for d in rest])
+        value.carried[rest] = first.reshape([value.shape[d] for d in rest])
 
 
-def single(ties: Ties, value: Value, dim: int) -> Labels | None:
-    """The atoms along one dimension. A joint label is narrowed to it."""
+def single(ties: Ties, value: Value, dim: int) -> Numbers | None:
+    """The atoms along one dimension, to which joint ones are narrowed."""
     group = value.group(dim)
     if group is None:
         return None
     narrow(ties, value, [d for d in group if d != dim])
-    return value.labels[(dim,)]
+    return value.carried[(dim,)]
 
 
-def solid(ties: Ties, value: Value, dim: int) -> Labels:
+def solid(ties: Ties, value: Value, dim: int) -> Numbers:
     """The atoms along one dimension, made up and frozen where the dimension is plain."""
     atoms = single(ties, value, dim)
     if atoms is None:
@@ -93,51 +94,51 @@ def solid(ties: Ties, value: Value, dim: int) -> Labels:
     return atoms
 
 
-def without(ties: Ties, value: Value, dims: Sequence[int], reason: str) -> dict[Dims, Labels]:
-    """The labels that survive mixing along `dims`: what lies there alone is frozen, the others are carried on."""
+def without(ties: Ties, value: Value, dims: Sequence[int], reason: str) -> dict[Dims, Numbers]:
+    """What is carried on when `dims` are mixed: what lies there alone is frozen."""
     narrow(ties, value, dims)
     freeze(ties, value, reason, dims)
-    return {g: a for g, a in value.labels.items() if not set(g) & set(dims)}
+    return {g: a for g, a in value.carried.items() if not set(g) & set(dims)}
 
 
 def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> Value:
-    """Entry by entry with broadcasting: labels that meet at a dimension of the output are tied."""
+    """Entry by entry with broadcasting: units that meet at a dimension of the output are tied."""
     for value in values:
         if value.source is not None:
-            for atoms in value.labels.values():
+            for atoms in value.carried.values():
                 ties.use(atoms, "rides")
     placed = [_broadcast(ties, v, shape) for v in values]
-    labels: dict[Dims, Labels] = {}
-    for block in _blocks([g for labelled, _, _ in placed for g in labelled], len(shape)):
-        if any(_within(labelled, block) not in ([], [block]) for labelled, _, _ in placed):
-            block_dims = {g[0] for labelled, _, _ in placed for g in _within(labelled, block) if len(g) == 1}
+    carried: dict[Dims, Numbers] = {}
+    for block in _blocks([g for theirs, _, _ in placed for g in theirs], len(shape)):
+        if any(_within(theirs, block) not in ([], [block]) for theirs, _, _ in placed):
+            block_dims = {g[0] for theirs, _, _ in placed for g in _within(theirs, block) if len(g) == 1}
             if len(block_dims) == 1:
                 block = (block_dims.pop(),)
                 _narrow(ties, placed, block[0], shape)
             else:
-                for labelled, _, _ in placed:
-                    for g in _within(labelled, block):
-                        ties.freeze(labelled[g], "two axes that are laid out differently meet in it")
+                for theirs, _, _ in placed:
+                    for g in _within(theirs, block):
+                        ties.freeze(theirs[g], "two axes that are laid out differently meet in it")
                 continue
-        met = [labelled[block] for labelled, _, _ in placed if block in labelled]
+        met = [theirs[block] for theirs, _, _ in placed if block in theirs]
         if not met:
             continue
         for other in met[1:]:
             ties.tie(met[0], other)
-        meets = [why for labelled, full, why in placed if block not in labelled and full.intersection(block)]
+        meets = [why for theirs, full, why in placed if block not in theirs and full.intersection(block)]
         if meets:
             ties.freeze(met[0], f"it meets {meets[0]}")
         if not meets or any(shape[d] > 1 for d in block):  # a single frozen entry is as good as plain
-            labels[block] = met[0]
-    return Value(shape, labels, next((v.why for v in values), Value.why))
+            carried[block] = met[0]
+    return Value(shape, carried, next((v.why for v in values), Value.why))
 
 
-def _broadcast(ties: Ties, value: Value, shape: tuple[int, ...]) -> tuple[dict[Dims, Labels], set[int], str]:
-    """The labels of one operand at the dimensions of the output, and the dimensions that it fills."""
+def _broadcast(ties: Ties, value: Value, shape: tuple[int, ...]) -> tuple[dict[Dims, Numbers], set[int], str]:
+    """What one operand carries at the dimensions of the output, and the dimensions that it fills."""
     shift = len(shape) - value.ndim
     full = {d + shift for d in range(value.ndim) if value.shape[d] == shape[d + shift]}
     out = {}
-    for group, atoms in value.labels.items():
+    for group, atoms in value.carried.items():
         moved = tuple(d + shift for d in group)
         if full.issuperset(moved):
             out[moved] = atoms
@@ -149,7 +150,7 @@ def _broadcast(ties: Ties, value: Value, shape: tuple[int, ...]) -> tuple[dict[D
 
 
 def _blocks(groups: Sequence[Dims], ndim: int) -> list[Dims]:
-    """Sets of dimensions that joint labels hold together."""
+    """Sets of dimensions that joint units hold together."""
     blocks: list[set[int]] = []
     for group in groups:
         touching = [b for b in blocks if b & set(group)]
@@ -157,64 +158,64 @@ def _blocks(groups: Sequence[Dims], ndim: int) -> list[Dims]:
     return [tuple(sorted(b)) for b in blocks]
 
 
-def _within(labelled: dict[Dims, Labels], block: Dims) -> list[Dims]:
-    return [g for g in labelled if set(g) <= set(block)]
+def _within(theirs: dict[Dims, Numbers], block: Dims) -> list[Dims]:
+    return [g for g in theirs if set(g) <= set(block)]
 
 
 def _narrow(
-    ties: Ties, placed: list[tuple[dict[Dims, Labels], set[int], str]], dim: int, shape: tuple[int, ...]
+    ties: Ties, placed: list[tuple[dict[Dims, Numbers], set[int], str]], dim: int, shape: tuple[int, ...]
 ) -> None:
-    for labelled, _, _ in placed:
-        for group in [g for g in labelled if len(g) > 1 and dim in g]:
-            one = Value(shape, {group: labelled.pop(group)})
-            labelled[(dim,)] = single(ties, one, dim)  # type: ignore[assignment]
+    for theirs, _, _ in placed:
+        for group in [g for g in theirs if len(g) > 1 and dim in g]:
+            one = Value(shape, {group: theirs.pop(group)})
+            theirs[(dim,)] = single(ties, one, dim)  # type: ignore[assignment]
 
 
 def permute(value: Value, order: Sequence[int]) -> Value:
     """With the dimensions in another order."""
-    labels = {}
-    for group, atoms in value.labels.items():
+    carried = {}
+    for group, atoms in value.carried.items():
         at = [d for d, old in enumerate(order) if old in group]
-        labels[tuple(at)] = atoms.transpose([group.index(order[d]) for d in at])
-    return replace(value, shape=tuple(value.shape[d] for d in order), labels=labels)
+        carried[tuple(at)] = atoms.transpose([group.index(order[d]) for d in at])
+    return replace(value, shape=tuple(value.shape[d] for d in order), carried=carried)
 
 
-def take(ties: Ties, value: Value, dim: int, index: Labels) -> Value:
+def take(ties: Ties, value: Value, dim: int, index: Numbers) -> Value:
     """The entries `index` of one dimension, in that order."""
-    labels = {g: np.take(a, index, g.index(dim)) if dim in g else a for g, a in value.labels.items()}
+    carried = {g: np.take(a, index, g.index(dim)) if dim in g else a for g, a in value.carried.items()}
     shape = (*value.shape[:dim], len(index), *value.shape[dim + 1 :])
-    return replace(value, shape=shape, labels=labels)
+    return replace(value, shape=shape, carried=carried)
 
 
 def drop(ties: Ties, value: Value, dim: int, reason: str) -> Value:
     """Without one dimension: what lay on it is frozen."""
     kept = without(ties, value, [dim], reason)
-    labels = {tuple(d - (d > dim) for d in g): a for g, a in kept.items()}
-    return replace(value, shape=value.shape[:dim] + value.shape[dim + 1 :], labels=labels)
+    carried = {tuple(d - (d > dim) for d in g): a for g, a in kept.items()}
+    return replace(value, shape=value.shape[:dim] + value.shape[dim + 1 :], carried=carried)
 
 
 def insert(value: Value, dim: int) -> Value:
     """With a new plain dimension of size one."""
-    labels = {tuple(d + (d >= dim) for d in g): a for g, a in value.labels.items()}
-    return replace(value, shape=(*value.shape[:dim], 1, *value.shape[dim:]), labels=labels)
+    carried = {tuple(d + (d >= dim) for d in g): a for g, a in value.carried.items()}
+    return replace(value, shape=(*value.shape[:dim], 1, *value.shape[dim:]), carried=carried)
 
 
 def concat(ties: Ties, values: Sequence[Value], dim: int, shape: tuple[int, ...]) -> Value:
-    """One after the other along `dim`; at the other dimensions labels are tied."""
+    """One after the other along `dim`; at the other dimensions units are tied."""
     rest = []
     for value in values:
         single(ties, value, dim)
         rest.append(
             Value(
                 (*value.shape[:dim], 1, *value.shape[dim + 1 :]),
-                {g: a for g, a in value.labels.items() if dim not in g},
+                {g: a for g, a in value.carried.items() if dim not in g},
                 value.why,
             )
         )
     out = elementwise(ties, rest, (*shape[:dim], 1, *shape[dim + 1 :]))
     out.shape = shape
     if any(v.group(dim) for v in values):
-        out.labels[(dim,)] = np.concatenate([solid(ties, v, dim) for v in values])
+        out.carried[(dim,)] = np.concatenate([solid(ties, v, dim) for v in values])
     return out
 
 
@@ -222,20 +223,20 @@ def reshape(ties: Ties, value: Value, shape: tuple[int, ...]) -> Value:
     """The same entries in row-major order under another shape."""
     if shape == value.shape:
         return value
-    labels: dict[Dims, Labels] = {}
+    carried: dict[Dims, Numbers] = {}
     for old, new in _chunks(value, shape):
-        groups = [g for g in value.labels if set(g) & set(old)]
+        groups = [g for g in value.carried if set(g) & set(old)]
         if not groups:
             continue
         if len(old) == len(new) == 1:
-            labels[tuple(new)] = value.labels[groups[0]]
+            carried[tuple(new)] = value.carried[groups[0]]
             continue
         size = prod(value.shape[d] for d in old)
         if len(groups) > 1 or size > _LARGEST_JOINT:
             for g in groups:
-                ties.freeze(value.labels[g], "a reshape lays it out together with another axis")
+                ties.freeze(value.carried[g], "a reshape lays it out together with another axis")
             continue
-        group, atoms = groups[0], value.labels[groups[0]]
+        group, atoms = groups[0], value.carried[groups[0]]
         spread = atoms.reshape([value.shape[d] if d in group else 1 for d in old])
         laid = np.broadcast_to(spread, [value.shape[d] for d in old]).reshape([shape[d] for d in new])
         varying = [k for k in range(laid.ndim) if laid.shape[k] > 1 and (laid != laid.take([0], k)).any()]
@@ -246,12 +247,12 @@ def reshape(ties: Ties, value: Value, shape: tuple[int, ...]) -> Value:
                 continue
             varying = ones[:1]
         pick = tuple(slice(None) if k in varying else 0 for k in range(laid.ndim))
-        labels[tuple(new[k] for k in varying)] = np.ascontiguousarray(laid[pick])
-    return replace(value, shape=shape, labels=labels)
+        carried[tuple(new[k] for k in varying)] = np.ascontiguousarray(laid[pick])
+    return replace(value, shape=shape, carried=carried)
 
 
 def _chunks(value: Value, shape: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """The shortest runs of old and new dimensions with equal products; runs that one joint label spans are joined."""
+    """The shortest runs of old and new dimensions with equal products; runs that joint units span are joined."""
     runs: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < value.ndim and j < len(shape):
@@ -270,7 +271,7 @@ def _chunks(value: Value, shape: tuple[int, ...]) -> list[tuple[list[int], list[
         i, j = i + 1, j + 1
     runs.extend(([k], []) for k in range(i, value.ndim))
     runs.extend(([], [k]) for k in range(j, len(shape)))
-    for group in value.labels:
+    for group in value.carried:
         hit = [k for k, (old, _) in enumerate(runs) if set(old) & set(group)]
         if len(hit) > 1:
             span = runs[hit[0] : hit[-1] + 1]

@@ -68,6 +68,6 @@ def architecture(gated: Gated) -> dict[str, int]:
             rows = plan.rows.get(site.tensor, {}).get(site.dims[0])
             out[placement.name] = placement.shape[0] if rows is None else len(rows)
         else:
-            units = graph.labels[site.tensor][site.dims][site.units >= 0]
+            units = graph.units[site.tensor][site.dims][site.units >= 0]
             out[placement.name] = int(plan.units[np.unique(units)].sum())
     return out

@@ -1,10 +1,8 @@
-"""Everything that depends on the type of an operation or a layer: how it couples dimensions, what it multiplies, how
-it is resized.
+"""What every rule is given, and the register of rules.
 
-`@couples("linear", …)` registers the rule of an ATen operation: a function of the traced arguments that ties labels
-and returns the output `Value`. `@resizes(nn.Linear, …)` registers what to set on a module after its tensors were
-sliced. An operation without a rule freezes whatever reaches it, with that reason; nothing is ever taken for
-element-wise because it looks so.
+`@couples("linear", …)` registers the rule of an ATen operation: a function of the traced arguments that ties atoms and
+returns the output `Value`. An operation without a rule freezes whatever reaches it, with that reason; nothing is ever
+taken for element-wise because it looks so. This file knows no operation by name.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ellzero.graph import values as lb
-from ellzero.graph.axes import Labels, Role, Ties
-from ellzero.graph.values import Value
+from ellzero.graph.axes import Numbers, Role
+from ellzero.graph.ties import Ties
+from ellzero.graph.values import Value, freeze
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Call:
         return f"`{self.op}`" + (f" in `{self.module}`" if self.module else "")
 
     def multiplies(
-        self, factor: float, weight: Value | None, left: Labels | None = None, right: Labels | None = None
+        self, factor: float, weight: Value | None, left: Numbers | None = None, right: Numbers | None = None
     ) -> None:
         """Records MACs: `factor` for each entry of `weight`, or of `left` × `right` where it is no whole parameter.
 
@@ -58,8 +56,8 @@ class Call:
             kernel = prod(weight.shape[2:]) if weight is not None else 1
             self.ties.products.append((name, factor * kernel / self.batch, None, left, right))
 
-    def reader(self, weight: Value, atoms: Labels, what: Labels | None, x: Value) -> None:
-        """A contracting dimension of `weight`, whose atoms are `atoms`, reads `what` (the labels of `x` there)."""
+    def reader(self, weight: Value, atoms: Numbers, what: Numbers | None, x: Value) -> None:
+        """A contracting dimension of `weight`, whose atoms are `atoms`, reads `what` (the atoms of `x` there)."""
         if what is None:
             self.ties.freeze(atoms, f"it reads {x.why}")
         else:
@@ -70,7 +68,7 @@ class Call:
             self.ties.use(atoms, "reads")
             self.reads += (weight.source,)
 
-    def writer(self, weight: Value, atoms: Labels, role: Role = "writes") -> None:
+    def writer(self, weight: Value, atoms: Numbers, role: Role = "writes") -> None:
         if weight.source is not None:
             self.ties.use(atoms, role)
 
@@ -92,15 +90,16 @@ def couples(*ops: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def unknown(call: Call, values: Sequence[Value], reason: str | None = None) -> list[Value]:
+def unknown(call: Call, reached: Sequence[Value], reason: str | None = None) -> list[Value]:
     """What happens to an operation without a rule: all that reaches it is frozen, and what comes out is plain."""
     reason = reason or f"there is no rule for {call.where}"
-    for value in values:
-        lb.freeze(call.ties, value, reason)
+    for value in reached:
+        freeze(call.ties, value, reason)
     return [Value(shape, why=f"the output of {call.where}") for shape in call.shapes]
 
 
 def tensors(args: Sequence[Any]) -> list[Value]:
+    """The traced tensors among arguments, in lists and tuples too."""
     found: list[Value] = []
     for a in args:
         found += [a] if isinstance(a, Value) else tensors(a) if isinstance(a, list | tuple) else []
@@ -108,4 +107,5 @@ def tensors(args: Sequence[Any]) -> list[Value]:
 
 
 def axis(dim: int, ndim: int) -> int:
+    """A dimension counted from the front."""
     return dim + ndim if dim < 0 else dim

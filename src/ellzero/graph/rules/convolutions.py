@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ellzero.graph import values as lb
-from ellzero.graph.axes import Labels, Role
+from ellzero.graph import values
+from ellzero.graph.axes import Numbers, Role
 from ellzero.graph.rules.call import Call, couples
 from ellzero.graph.values import Value
 
@@ -34,14 +34,14 @@ def _convolve(
     ties = call.ties
     channel = x.ndim - spatial - 1
     into, out = (0, 1) if transposed else (1, 0)
-    what = lb.single(ties, x, channel)
-    lb.freeze(ties, x, f"{call.where} convolves along it", range(channel + 1, x.ndim))
+    what = values.single(ties, x, channel)
+    values.freeze(ties, x, f"{call.where} convolves along it", range(channel + 1, x.ndim))
     if weight.source is not None:
         ties.ignored.extend(ties.atoms(weight.source, d) for d in range(2, weight.ndim))
     n_in, n_out = x.shape[channel], call.shape[channel]
     if groups == 1:
-        call.reader(weight, lb.solid(ties, weight, into), what, x)
-        writes = lb.solid(ties, weight, out)
+        call.reader(weight, values.solid(ties, weight, into), what, x)
+        writes = values.solid(ties, weight, out)
         call.writer(weight, writes)
     elif groups == n_in:
         # Depthwise: row c (rows c·m … for a multiplier m) has channel c alone. The kernel lies *on* the axis.
@@ -49,20 +49,20 @@ def _convolve(
     else:
         writes = _grouped(call, x, weight, what, groups, n_in, n_out, transposed)
     positions = prod(x.shape[channel + 1 :] if transposed else call.shape[channel + 1 :]) * prod(x.shape[:channel])
-    call.multiplies(positions, weight, writes, lb.solid(ties, weight, into))
-    labels = {g: a for g, a in x.labels.items() if max(g) < channel}
-    labels[(channel,)] = writes
-    result = Value(call.shape, labels, "a dimension of space")
+    call.multiplies(positions, weight, writes, values.solid(ties, weight, into))
+    carried = {g: a for g, a in x.carried.items() if max(g) < channel}
+    carried[(channel,)] = writes
+    result = Value(call.shape, carried, "a dimension of space")
     if bias is None:
         return result
-    return lb.elementwise(ties, [result, replace(bias, shape=(*bias.shape, *[1] * spatial))], call.shape)
+    return values.elementwise(ties, [result, replace(bias, shape=(*bias.shape, *[1] * spatial))], call.shape)
 
 
 def _depthwise(
-    call: Call, weight: Value, what: Labels | None, n_in: int, n_out: int, transposed: bool, x: Value
-) -> Labels:
+    call: Call, weight: Value, what: Numbers | None, n_in: int, n_out: int, transposed: bool, x: Value
+) -> Numbers:
     ties = call.ties
-    own = lb.solid(ties, weight, 0)
+    own = values.solid(ties, weight, 0)
     if transposed and n_out != n_in:  # weight (in, multiplier): the outputs of one input are its multiplier columns
         own = np.repeat(own, n_out // n_in)
     if weight.source is not None:
@@ -76,24 +76,24 @@ def _depthwise(
 
 
 def _grouped(
-    call: Call, x: Value, weight: Value, what: Labels | None, groups: int, n_in: int, n_out: int, transposed: bool
-) -> Labels:
+    call: Call, x: Value, weight: Value, what: Numbers | None, groups: int, n_in: int, n_out: int, transposed: bool
+) -> Numbers:
     """A weight's column j reads channel j *of its row's group*: the site is an index map over (row, column)."""
     ties = call.ties
     if weight.source is None:
-        lb.freeze(ties, weight, f"{call.where} has groups and a weight that is computed, not a parameter")
+        values.freeze(ties, weight, f"{call.where} has groups and a weight that is computed, not a parameter")
     if what is None:
         what = ties.fresh(n_in)
         ties.freeze(what, f"it reads {x.why}")
     inside = what.reshape(groups, n_in // groups)
     if transposed:  # weight (in, out / groups): rows read, and which output a column writes depends on the row
-        rows = lb.solid(ties, weight, 0)
+        rows = values.solid(ties, weight, 0)
         call.reader(weight, rows, what, x)
         writes = ties.fresh(n_out)
         table = np.repeat(writes.reshape(groups, -1), n_in // groups, axis=0)
         role: Role = "writes"
     else:
-        rows = writes = lb.solid(ties, weight, 0)
+        rows = writes = values.solid(ties, weight, 0)
         call.writer(weight, writes)
         table = np.repeat(inside, n_out // groups, axis=0)
         role = "reads"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ellzero.graph import values as lb
+from ellzero.graph import values
 from ellzero.graph.rules.call import Call, axis, couples, tensors
 from ellzero.graph.values import Value
 
@@ -24,13 +24,10 @@ addcmul addcdiv atan2 copysign hypot xlogy"""
 
 @couples(*UNARY.split(), *BINARY.split())
 def entrywise(call: Call, *args: Any) -> list[Value]:
-    values = tensors(args)
-    return [lb.elementwise(call.ties, values, shape) for shape in call.shapes]
+    return [values.elementwise(call.ties, tensors(args), shape) for shape in call.shapes]
 
 
-@couples(
-    "clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "float", "half", "double", "lift_fresh_copy"
-)
+@couples("clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "lift_fresh_copy")
 def same(call: Call, x: Value, *_: Any) -> Value:
     """The same numbers: what was a parameter still is one."""
     return x
@@ -38,15 +35,15 @@ def same(call: Call, x: Value, *_: Any) -> Value:
 
 @couples("add", "sub", "rsub", "subtract")
 def addition(call: Call, a: Any, b: Any, *_: Any) -> Value:
-    out = lb.elementwise(call.ties, tensors((a, b)), call.shape)
+    out = values.elementwise(call.ties, tensors((a, b)), call.shape)
     if isinstance(a, Value) and isinstance(b, Value) and a.lineage & b.lineage & ~call.ties.leaves:
         # Both were computed from one activation, and they are added up: a residual stream.
-        both = [g for g in out.labels if _labelled(a, g, out) and _labelled(b, g, out)]
-        call.ties.streams.extend(out.labels[g] for g in both)
+        both = [g for g in out.carried if _carries(a, g, out) and _carries(b, g, out)]
+        call.ties.streams.extend(out.carried[g] for g in both)
     return out
 
 
-def _labelled(value: Value, group: lb.Dims, out: Value) -> bool:
+def _carries(value: Value, group: values.Dims, out: Value) -> bool:
     return any(value.group(d - out.ndim + value.ndim) is not None for d in group if d >= out.ndim - value.ndim)
 
 
@@ -54,15 +51,15 @@ def _labelled(value: Value, group: lb.Dims, out: Value) -> bool:
 def prelu(call: Call, x: Value, weight: Value, *_: Any) -> Value:
     if weight.shape == (1,):  # one slope for all units
         if weight.source is not None:
-            call.ties.ignored.extend(weight.labels.values())
-        return lb.elementwise(call.ties, [x], call.shape)
+            call.ties.ignored.extend(weight.carried.values())
+        return values.elementwise(call.ties, [x], call.shape)
     lift = replace(weight, shape=(*weight.shape, *[1] * (x.ndim - 2)))  # the weight lies along dimension 1
-    return lb.elementwise(call.ties, [x, lift], call.shape)
+    return values.elementwise(call.ties, [x, lift], call.shape)
 
 
 @couples("glu")
 def glu(call: Call, x: Value, dim: int = -1, *_: Any) -> Value:
     dim = axis(dim, x.ndim)
     half = x.shape[dim] // 2
-    parts = [lb.take(call.ties, x, dim, np.arange(k * half, (k + 1) * half)) for k in (0, 1)]
-    return lb.elementwise(call.ties, parts, call.shape)
+    parts = [values.take(call.ties, x, dim, np.arange(k * half, (k + 1) * half)) for k in (0, 1)]
+    return values.elementwise(call.ties, parts, call.shape)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ellzero.graph import values as lb
+from ellzero.graph import values
 from ellzero.graph.rules.call import Call, axis, couples, tensors, unknown
 from ellzero.graph.rules.entrywise import entrywise
 from ellzero.graph.values import Value
@@ -16,27 +16,27 @@ from ellzero.graph.values import Value
 @couples("batch_norm", "instance_norm")
 def unit_norm(call: Call, x: Value, *rest: Any) -> Value:
     """Statistics of one channel each: weight, bias and running statistics ride on the axis."""
-    lb.single(call.ties, x, 1)
+    values.single(call.ties, x, 1)
     riders = [replace(v, shape=(*v.shape, *[1] * (x.ndim - 2))) for v in tensors(rest)]
     if call.op == "instance_norm":
-        lb.freeze(call.ties, x, call.mixes(), range(2, x.ndim))
-    return lb.elementwise(call.ties, [x, *riders], call.shape)
+        values.freeze(call.ties, x, call.mixes(), range(2, x.ndim))
+    return values.elementwise(call.ties, [x, *riders], call.shape)
 
 
 @couples("layer_norm", "rms_norm")
 def layer_norm(call: Call, x: Value, over: Sequence[int], *rest: Any) -> Value:
-    out = lb.elementwise(call.ties, [x, *tensors(rest)], call.shape)
+    out = values.elementwise(call.ties, [x, *tensors(rest)], call.shape)
     dims = range(x.ndim - len(over), x.ndim)
-    return replace(out, labels=lb.without(call.ties, out, dims, call.mixes()), why=f"the output of {call.where}")
+    return replace(out, carried=values.without(call.ties, out, dims, call.mixes()), why=f"the output of {call.where}")
 
 
 @couples("group_norm")
 def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
-    lb.single(call.ties, x, 1)
+    values.single(call.ties, x, 1)
     riders = [replace(v, shape=(*v.shape, *[1] * (x.ndim - 2))) for v in tensors(rest)]
-    out = lb.elementwise(call.ties, [x, *riders], call.shape)
+    out = values.elementwise(call.ties, [x, *riders], call.shape)
     mixed = range(1 if groups < x.shape[1] else 2, x.ndim)
-    return replace(out, labels=lb.without(call.ties, out, mixed, call.mixes()), why=f"the output of {call.where}")
+    return replace(out, carried=values.without(call.ties, out, mixed, call.mixes()), why=f"the output of {call.where}")
 
 
 @couples(
@@ -49,15 +49,14 @@ def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
     "logcumsumexp",
     "sort",
     "topk",
-    "local_response_norm",
 )
 def along_one(call: Call, x: Value, *rest: Any) -> list[Value]:
     numbers = [r for r in rest if isinstance(r, int) and not isinstance(r, bool)]
     dim = numbers[1] if call.op == "topk" and len(numbers) > 1 else numbers[0] if numbers else -1
     if call.op == "sort":
         dim = numbers[0] if numbers else -1
-    labels = lb.without(call.ties, x, [axis(dim, x.ndim)], call.mixes())
-    return [Value(shape, labels, f"the output of {call.where}") for shape in call.shapes]
+    carried = values.without(call.ties, x, [axis(dim, x.ndim)], call.mixes())
+    return [Value(shape, carried, f"the output of {call.where}") for shape in call.shapes]
 
 
 @couples(
@@ -90,10 +89,10 @@ def reduction(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
     gone = sorted({axis(d, x.ndim) for d in dims}) if x.ndim else []
     if not keep and len(call.shape) != x.ndim - len(gone):
         return unknown(call, [x])
-    labels = lb.without(call.ties, x, gone, call.mixes())
+    carried = values.without(call.ties, x, gone, call.mixes())
     if not keep:
-        labels = {tuple(d - sum(g < d for g in gone) for d in group): a for group, a in labels.items()}
-    return [Value(shape, labels, x.why) for shape in call.shapes]
+        carried = {tuple(d - sum(g < d for g in gone) for d in group): a for group, a in carried.items()}
+    return [Value(shape, carried, x.why) for shape in call.shapes]
 
 
 POOLS = [f"{a}_pool{d}d" for d in (1, 2, 3) for a in ("max", "avg", "adaptive_avg", "adaptive_max")]
@@ -113,8 +112,8 @@ RESAMPLERS = [
 def over_space(call: Call, x: Value, *_: Any) -> list[Value]:
     """Acts on the last one, two or three dimensions, each channel by itself."""
     spatial = int(next(c for c in call.op if c.isdigit() and c != "0"))
-    labels = lb.without(call.ties, x, range(x.ndim - spatial, x.ndim), call.mixes())
-    return [Value(shape, labels, "a dimension of space") for shape in call.shapes]
+    carried = values.without(call.ties, x, range(x.ndim - spatial, x.ndim), call.mixes())
+    return [Value(shape, carried, "a dimension of space") for shape in call.shapes]
 
 
 @couples(
@@ -129,7 +128,7 @@ def over_space(call: Call, x: Value, *_: Any) -> list[Value]:
 )
 def pad(call: Call, x: Value, amounts: Sequence[int], *_: Any) -> Value:
     padded = [x.ndim - 1 - k // 2 for k, n in enumerate(amounts) if n]
-    return Value(call.shape, lb.without(call.ties, x, padded, f"{call.where} pads it"), x.why)
+    return Value(call.shape, values.without(call.ties, x, padded, f"{call.where} pads it"), x.why)
 
 
 @couples("roll", "flip")
@@ -138,7 +137,9 @@ def moved_along(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
     if not dims:
         return unknown(call, [x])
     return Value(
-        call.shape, lb.without(call.ties, x, [axis(d, x.ndim) for d in dims], f"{call.where} moves its units"), x.why
+        call.shape,
+        values.without(call.ties, x, [axis(d, x.ndim) for d in dims], f"{call.where} moves its units"),
+        x.why,
     )
 
 
@@ -146,7 +147,7 @@ def moved_along(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
 def attention(call: Call, q: Value, k: Value, v: Value, *rest: Any) -> Value:
     reason = f"attention heads of {call.where} cannot be gated yet"
     for value in (q, k, v, *tensors(rest)):
-        lb.freeze(call.ties, value, reason)
+        values.freeze(call.ties, value, reason)
     batch, n, m = prod(q.shape[:-2]), q.shape[-2], k.shape[-2]
     call.multiplies(batch * n * m * (q.shape[-1] + v.shape[-1]), None)
     return Value(call.shape, why=f"the output of {call.where}")

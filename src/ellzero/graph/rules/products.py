@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ellzero.graph import values as lb
+from ellzero.graph import values
 from ellzero.graph.rules.call import Call, couples, unknown
 from ellzero.graph.values import Value
 
@@ -18,14 +18,14 @@ def linear(call: Call, x: Value, weight: Value, bias: Value | None = None, *_: A
 def _matrix_product(call: Call, x: Value, weight: Value, into: int, out: int, bias: Value | None = None) -> Value:
     """`x` times a two-dimensional weight that contracts its dimension `into` and writes `out`."""
     ties = call.ties
-    reading = lb.solid(ties, weight, into)
-    call.reader(weight, reading, lb.single(ties, x, x.ndim - 1), x)
-    labels = {g: a for g, a in x.labels.items() if x.ndim - 1 not in g}
-    labels[(x.ndim - 1,)] = lb.solid(ties, weight, out)
-    call.writer(weight, labels[(x.ndim - 1,)])
-    call.multiplies(prod(x.shape[:-1]), weight, reading, labels[(x.ndim - 1,)])
-    result = Value(call.shape, labels, x.why)
-    return result if bias is None else lb.elementwise(ties, [result, bias], call.shape)
+    reading = values.solid(ties, weight, into)
+    call.reader(weight, reading, values.single(ties, x, x.ndim - 1), x)
+    carried = {g: a for g, a in x.carried.items() if x.ndim - 1 not in g}
+    carried[(x.ndim - 1,)] = values.solid(ties, weight, out)
+    call.writer(weight, carried[(x.ndim - 1,)])
+    call.multiplies(prod(x.shape[:-1]), weight, reading, carried[(x.ndim - 1,)])
+    result = Value(call.shape, carried, x.why)
+    return result if bias is None else values.elementwise(ties, [result, bias], call.shape)
 
 
 @couples("matmul", "mm", "bmm")
@@ -36,11 +36,11 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
         return _matrix_product(call, a, b, 0, 1)
     ties, n = call.ties, len(call.shape)
     reason = f"{call.where} contracts it with something that is not a parameter"
-    left = lb.without(ties, a, [a.ndim - 1], reason)
-    right = lb.without(ties, b, [b.ndim - 2], reason)
+    left = values.without(ties, a, [a.ndim - 1], reason)
+    right = values.without(ties, b, [b.ndim - 2], reason)
     for v in (a, b):
         if v.source is not None:  # a weight on the left, or one of three dimensions: sliced with the axis, never gated
-            for atoms in v.labels.values():
+            for atoms in v.carried.values():
                 ties.use(atoms, "rides")
     # Rows come from the left operand, columns from the right one; the batch dimensions are element-wise.
     rows = Value((*a.shape[:-1], 1), left, a.why)
@@ -48,13 +48,13 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     out = Value(call.shape)
     for operand in (rows, columns):
         shift = n - operand.ndim
-        for group, atoms in operand.labels.items():
+        for group, atoms in operand.carried.items():
             moved = tuple(d + shift for d in group)
             if any(d < n - 2 for d in moved):
                 ties.freeze(atoms, f"{call.where} takes it as a batch dimension")
             else:
-                out.labels[moved] = atoms
-    side = [out.labels.get((d,)) for d in (n - 2, n - 1)]
+                out.carried[moved] = atoms
+    side = [out.carried.get((d,)) for d in (n - 2, n - 1)]
     sizes = [ties.fresh(call.shape[d]) if s is None else s for d, s in zip((n - 2, n - 1), side, strict=True)]
     call.multiplies(prod(call.shape[:-2]) * a.shape[-1], None, *sizes)
     return out
@@ -63,13 +63,13 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
 @couples("addmm")
 def addmm(call: Call, bias: Value, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     out = matmul(call, a, b)
-    return lb.elementwise(call.ties, [out, bias], call.shape) if isinstance(out, Value) else out
+    return values.elementwise(call.ties, [out, bias], call.shape) if isinstance(out, Value) else out
 
 
 @couples("embedding")
 def embedding(call: Call, weight: Value, index: Value, *_: Any) -> Value:
-    lb.freeze(call.ties, weight, "the input picks single entries of it", [0])
-    atoms = lb.solid(call.ties, weight, 1)
+    values.freeze(call.ties, weight, "the input picks single entries of it", [0])
+    atoms = values.solid(call.ties, weight, 1)
     call.writer(weight, atoms)
-    lb.freeze(call.ties, index, f"{call.where} uses it as an index")
+    values.freeze(call.ties, index, f"{call.where} uses it as an index")
     return Value(call.shape, {(len(call.shape) - 1,): atoms})

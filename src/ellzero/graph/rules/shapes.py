@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from ellzero.graph import values as lb
+from ellzero.graph import values
 from ellzero.graph.rules.call import Call, axis, couples, unknown
 from ellzero.graph.values import Value
 
 
 @couples("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as", "_reshape_alias")
 def reshape(call: Call, x: Value, *_: Any) -> Value:
-    return lb.reshape(call.ties, x, call.shape)
+    return values.reshape(call.ties, x, call.shape)
 
 
 @couples("squeeze", "unsqueeze")
 def ones(call: Call, x: Value, dim: Any = None, *_: Any) -> Value:
     if call.op == "unsqueeze":
-        return lb.insert(x, axis(dim, x.ndim + 1))
+        return values.insert(x, axis(dim, x.ndim + 1))
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     for d in sorted({axis(d, x.ndim) for d in dims if x.shape[d] == 1}, reverse=True):
-        x = lb.drop(call.ties, x, d, f"{call.where} takes its only unit out")
+        x = values.drop(call.ties, x, d, f"{call.where} takes its only unit out")
     return x
 
 
@@ -45,7 +45,7 @@ def permutation(call: Call, x: Value, *args: Any) -> Value | list[Value]:
         for s, t in sorted(zip(source, target, strict=True), key=lambda p: axis(p[1], x.ndim)):
             rest.insert(axis(t, x.ndim), axis(s, x.ndim))
         order = rest
-    return lb.permute(x, order)
+    return values.permute(x, order)
 
 
 @couples("slice", "narrow", "select")
@@ -54,12 +54,12 @@ def part(
 ) -> Value | list[Value]:
     dim, size = axis(dim, x.ndim), x.shape[axis(dim, x.ndim)]
     if call.op == "select":
-        return lb.drop(call.ties, x, dim, f"{call.where} picks one unit by its number")
+        return values.drop(call.ties, x, dim, f"{call.where} picks one unit by its number")
     if not isinstance(start, int | None) or not isinstance(end, int | None):
         return unknown(call, [x])
     index = np.arange(size)
     index = index[start : start + end] if call.op == "narrow" else index[start:end:step]  # type: ignore[operator]
-    return lb.take(call.ties, x, dim, index)
+    return values.take(call.ties, x, dim, index)
 
 
 @couples("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split")
@@ -71,30 +71,30 @@ def parts(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
         return [x]
     dim = differs[0]
     ends = np.cumsum([s[dim] for s in call.shapes])
-    return [lb.take(call.ties, x, dim, np.arange(e - s[dim], e)) for e, s in zip(ends, call.shapes, strict=True)]
+    return [values.take(call.ties, x, dim, np.arange(e - s[dim], e)) for e, s in zip(ends, call.shapes, strict=True)]
 
 
 @couples("unbind")
 def unbind(call: Call, x: Value, dim: int = 0, *_: Any) -> list[Value]:
-    one = lb.drop(call.ties, x, axis(dim, x.ndim), f"{call.where} picks its units one by one")
+    one = values.drop(call.ties, x, axis(dim, x.ndim), f"{call.where} picks its units one by one")
     return [replace(one) for _ in call.shapes]
 
 
 @couples("cat", "concat", "concatenate")
-def cat(call: Call, values: Sequence[Value], dim: int = 0, *_: Any) -> Value:
-    values = [v for v in values if v.shape != (0,)]  # an old habit of torch: empty vectors vanish
-    return lb.concat(call.ties, values, axis(dim, len(call.shape)), call.shape)
+def cat(call: Call, parts: Sequence[Value], dim: int = 0, *_: Any) -> Value:
+    parts = [v for v in parts if v.shape != (0,)]  # an old habit of torch: empty vectors vanish
+    return values.concat(call.ties, parts, axis(dim, len(call.shape)), call.shape)
 
 
 @couples("stack")
-def stack(call: Call, values: Sequence[Value], dim: int = 0, *_: Any) -> Value:
+def stack(call: Call, parts: Sequence[Value], dim: int = 0, *_: Any) -> Value:
     dim = axis(dim, len(call.shape))
-    return lb.concat(call.ties, [lb.insert(v, dim) for v in values], dim, call.shape)
+    return values.concat(call.ties, [values.insert(v, dim) for v in parts], dim, call.shape)
 
 
 @couples("expand", "expand_as", "broadcast_to")
 def expand(call: Call, x: Value, *_: Any) -> Value:
-    return lb.elementwise(call.ties, [x], call.shape)
+    return values.elementwise(call.ties, [x], call.shape)
 
 
 @couples("repeat", "tile", "repeat_interleave")
@@ -103,12 +103,12 @@ def repeat(call: Call, x: Value, times: Any, dim: Any = None, *_: Any) -> Value 
         if not isinstance(times, int) or not isinstance(dim, int):
             return unknown(call, [x])
         dim = axis(dim, x.ndim)
-        return lb.take(call.ties, x, dim, np.repeat(np.arange(x.shape[dim]), times))
+        return values.take(call.ties, x, dim, np.repeat(np.arange(x.shape[dim]), times))
     for _new in range(len(call.shape) - x.ndim):
-        x = lb.insert(x, 0)
+        x = values.insert(x, 0)
     for d, size in enumerate(call.shape):
         if size != x.shape[d]:
-            x = lb.take(call.ties, x, d, np.tile(np.arange(x.shape[d]), size // x.shape[d]))
+            x = values.take(call.ties, x, d, np.tile(np.arange(x.shape[d]), size // x.shape[d]))
     return x
 
 
@@ -116,29 +116,28 @@ def repeat(call: Call, x: Value, times: Any, dim: Any = None, *_: Any) -> Value 
 def pixel_shuffle(call: Call, x: Value, r: int, *_: Any) -> Value:
     *lead, c, h, w = x.shape
     n = len(lead)
-    x = lb.reshape(call.ties, x, (*lead, c // r**2, r, r, h, w))
-    x = lb.permute(x, [*range(n), n, n + 3, n + 1, n + 4, n + 2])
-    return lb.reshape(call.ties, x, call.shape)
+    x = values.reshape(call.ties, x, (*lead, c // r**2, r, r, h, w))
+    x = values.permute(x, [*range(n), n, n + 3, n + 1, n + 4, n + 2])
+    return values.reshape(call.ties, x, call.shape)
 
 
 @couples("pixel_unshuffle")
 def pixel_unshuffle(call: Call, x: Value, r: int, *_: Any) -> Value:
     *lead, c, h, w = x.shape
     n = len(lead)
-    x = lb.reshape(call.ties, x, (*lead, c, h // r, r, w // r, r))
-    x = lb.permute(x, [*range(n), n, n + 2, n + 4, n + 1, n + 3])
-    return lb.reshape(call.ties, x, call.shape)
+    x = values.reshape(call.ties, x, (*lead, c, h // r, r, w // r, r))
+    x = values.permute(x, [*range(n), n, n + 2, n + 4, n + 1, n + 3])
+    return values.reshape(call.ties, x, call.shape)
 
 
 @couples("channel_shuffle", "native_channel_shuffle")
 def channel_shuffle(call: Call, x: Value, groups: int, *_: Any) -> Value:
     c = x.shape[1]
     order = np.arange(c).reshape(groups, c // groups).T.ravel()
-    lb.single(call.ties, x, 1)
-    atoms = x.labels.get((1,))
-    if (
-        atoms is not None
-    ):  # after a removal the shuffle deals out whatever is there: the same places must stay in each group
+    values.single(call.ties, x, 1)
+    atoms = x.carried.get((1,))
+    if atoms is not None:
+        # After a removal the shuffle deals out whatever is there: the same places must stay in each group.
         inside = atoms.reshape(groups, -1)
         call.ties.tie(np.broadcast_to(inside[:1], inside.shape), inside)
-    return lb.take(call.ties, x, 1, order)
+    return values.take(call.ties, x, 1, order)

@@ -1,0 +1,214 @@
+"""From ties between entries to axes: the one algorithm that finds what shrinks together.
+
+Every entry of every parameter and buffer dimension starts as an *atom*. Operations tie atoms ("this weight's second
+dimension reads what that one's first dimension writes"), and a class of tied atoms is a *unit*: something that can
+only be removed as a whole. This file does not know what an operation, a layer or a gate is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ellzero.graph.axes import Axis, Graph, Numbers, Product, Role, Site, Step
+
+
+@dataclass
+class Ties:
+    """Collects what operations say about atoms; `unify()` turns it into a `Graph`."""
+
+    shapes: dict[str, tuple[int, ...]]
+    parameters: tuple[str, ...] = ()
+    first: dict[tuple[str, int], int] = field(default_factory=dict)
+    count: int = 0
+    pairs: list[tuple[Numbers, Numbers]] = field(default_factory=list)
+    freezes: list[tuple[Numbers, str]] = field(default_factory=list)
+    roles: dict[str, list[Numbers]] = field(default_factory=lambda: defaultdict(list))
+    streams: list[Numbers] = field(default_factory=list)
+    balances: list[Numbers] = field(default_factory=list)
+    tables: dict[tuple[str, tuple[int, ...], Role], Numbers] = field(default_factory=dict)
+    ignored: list[Numbers] = field(default_factory=list)
+    in_own_module: dict[str, bool] = field(default_factory=dict)
+    products: list[tuple[str, float, str | None, Numbers | None, Numbers | None]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    reached: set[str] = field(default_factory=set)
+    leaves: int = 0  # bit set of the steps that are inputs and parameters
+
+    def __post_init__(self) -> None:
+        for name, shape in self.shapes.items():
+            for dim, size in enumerate(shape):
+                self.first[name, dim] = self.count
+                self.count += size
+
+    def atoms(self, tensor: str, dim: int) -> Numbers:
+        """The atoms of one dimension of a parameter or buffer."""
+        start = self.first[tensor, dim]
+        return np.arange(start, start + self.shapes[tensor][dim])
+
+    def fresh(self, size: int) -> Numbers:
+        """Atoms of a dimension that belongs to no parameter."""
+        self.count += size
+        return np.arange(self.count - size, self.count)
+
+    def tie(self, a: Numbers, b: Numbers) -> None:
+        """Entry by entry, the atoms of `a` and of `b` are one."""
+        self.pairs.append((a.ravel(), b.ravel()))
+
+    def freeze(self, atoms: Numbers, reason: str) -> None:
+        self.freezes.append((atoms.ravel(), reason))
+
+    def use(self, atoms: Numbers, role: Role) -> None:
+        self.roles[role].append(atoms.ravel())
+
+    def table(self, tensor: str, dims: tuple[int, ...], atoms: Numbers, role: Role) -> None:
+        """A site that is an index map over several dimensions. Used again (a shared module, a second trace), it reads
+        the same units.
+        """
+        if (tensor, dims, role) in self.tables:
+            self.tie(self.tables[tensor, dims, role], atoms)
+        self.tables.setdefault((tensor, dims, role), atoms)
+
+    def mask(self, parts: Sequence[Numbers]) -> npt.NDArray[np.bool_]:
+        out = np.zeros(self.count, dtype=bool)
+        for part in parts:
+            out[part] = True
+        return out
+
+
+def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
+    """The class of each atom under the equivalence that `pairs` generate: connected components, by pointer jumping.
+
+    Returns:
+        For each atom the smallest atom of its class.
+
+    Example:
+        >>> classes(4, [(np.array([3]), np.array([1]))])
+        array([0, 1, 2, 1])
+    """
+    root = np.arange(count)
+    if not pairs:
+        return root
+    a, b = np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs])
+    while True:
+        low = np.minimum(root[a], root[b])
+        before = root.copy()
+        # Both ends *and their roots* take the smaller root, so that whole trees hook on to each other at once.
+        for end in (a, b):
+            np.minimum.at(root, root[end], low)
+            np.minimum.at(root, end, low)
+        while not np.array_equal(root, root[root]):
+            root = root[root]
+        if np.array_equal(root, before):
+            return root
+
+
+def unify(ties: Ties, names: dict[str, str]) -> Graph:
+    """Turns what was said about atoms into units and axes.
+
+    Units with the same signature (the tensors' dimensions they lie on, and how often on each) form one axis. One
+    frozen unit freezes its whole axis: whatever looks at a unit by position would look at another one after a
+    removal.
+
+    Args:
+        ties: what the operations said.
+        names: for each tensor the module that owns it, for naming axes.
+    """
+    root = classes(ties.count, ties.pairs)
+    finder = _Finder(ties, root, names)
+    unit = np.full(ties.count, -1)  # unit number of each class root
+    axes: list[Axis] = []
+    total = 0
+    for signature, roots in finder.signatures().items():
+        unit[roots] = np.arange(total, total + len(roots))
+        total += len(roots)
+        axes.append(finder.axis(signature, roots))
+
+    def numbered(atoms: Numbers | None) -> Numbers | None:
+        return None if atoms is None else unit[root[atoms]]
+
+    return Graph(
+        axes=tuple(_numbered_apart(axes)),
+        shapes=dict(ties.shapes),
+        products=tuple(Product(n, f, t, numbered(a), numbered(b)) for n, f, t, a, b in ties.products),
+        balances=tuple({(b.shape, b.tobytes()): b for b in (unit[root[atoms]] for atoms in ties.balances)}.values()),
+        steps=tuple(ties.steps),
+        unreached=tuple(t for t in ties.shapes if t not in ties.reached),
+        in_own_module=frozenset(t for t, own in ties.in_own_module.items() if own),
+        parameters=ties.parameters,
+        two_faced=frozenset(finder.two_faced),
+    )
+
+
+class _Finder:
+    """Where classes of atoms lie: each place is a dimension of a tensor, or a table over several."""
+
+    def __init__(self, ties: Ties, root: Numbers, names: dict[str, str]) -> None:
+        self.ties, self.root, self.names = ties, root, names
+        self.reads, self.writes, self.rides = (ties.mask(ties.roles[role]) for role in ("reads", "writes", "rides"))
+        self.ignored = ties.mask(ties.ignored)
+        self.frozen: dict[int, str] = {}
+        for atoms, reason in ties.freezes:
+            for r in np.unique(root[atoms]).tolist():
+                self.frozen.setdefault(r, reason)
+        self.streams = {r for atoms in ties.streams for r in root[atoms].tolist()}
+        self.keys = [k for k in ties.first if k[0] in ties.reached]
+        self.tables = list(ties.tables.items())
+        self.two_faced: set[str] = set()
+
+    def signatures(self) -> dict[tuple[int, ...], list[int]]:
+        """The classes by the numbers of the places they lie on, with multiplicity."""
+        places: dict[int, list[int]] = defaultdict(list)
+        for number, key in enumerate(self.keys):
+            atoms = self.ties.atoms(*key)
+            for r in self.root[atoms[~self.ignored[atoms]]].tolist():
+                places[r].append(number)
+        for number, (_, atoms) in enumerate(self.tables):
+            for r in np.unique(self.root[atoms]).tolist():
+                places[r].append(len(self.keys) + number)
+        members: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for r, where in places.items():
+            members[tuple(where)].append(r)
+        return members
+
+    def axis(self, signature: tuple[int, ...], roots: list[int]) -> Axis:
+        """The axis of the classes with one signature."""
+        local = np.full(self.ties.count, -1)
+        local[roots] = np.arange(len(roots))
+        sites: list[Site] = []
+        why: str | None = next((self.frozen[r] for r in roots if r in self.frozen), None)
+        for number in dict.fromkeys(signature):
+            if number >= len(self.keys):
+                (tensor, dims, role), atoms = self.tables[number - len(self.keys)]
+                sites.append(Site(tensor, dims, local[self.root[atoms]], role))
+                continue
+            tensor, dim = self.keys[number]
+            atoms = self.ties.atoms(tensor, dim)
+            here = atoms[local[self.root[atoms]] >= 0]
+            reads, writes = bool(self.reads[here].any()), bool(self.writes[here].any())
+            if reads and (writes or self.rides[here].any()):
+                self.two_faced.add(tensor)
+                why = why or f"`{tensor}` both reads and writes it"
+            units = np.where(self.ignored[atoms], -1, local[self.root[atoms]])
+            sites.append(Site(tensor, (dim,), units, "reads" if reads else "writes" if writes else "rides"))
+        if why is None and not any(s.role == "reads" for s in sites):
+            why = "no weight reads it, so no gate could close it"
+        first = next((s for s in sites if s.role == "writes"), sites[0])
+        name = self.names.get(first.tensor) or first.tensor
+        if all(s.role == "reads" for s in sites):
+            name += ".input"
+        return Axis(name, len(roots), tuple(sites), why, any(r in self.streams for r in roots))
+
+
+def _numbered_apart(axes: list[Axis]) -> list[Axis]:
+    """Numbers several axes of one layer, those that can shrink first: an embedding's width before its vocabulary."""
+    axes, used = list(axes), defaultdict[str, int](int)
+    for k in sorted(range(len(axes)), key=lambda k: axes[k].frozen is not None):
+        name = axes[k].name
+        used[name] += 1
+        if used[name] > 1:
+            axes[k] = replace(axes[k], name=f"{name}#{used[name]}")
+    return axes
