@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.small_models import mlp
 from torch import Tensor, nn
 
 import ellzero as l0
@@ -22,7 +23,6 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.loop import train
 from ellzero.graph.rules import RULES
 from support import ROOT
-from support.small_models import mlp
 
 
 def example(heading: str) -> dict[str, Any]:

@@ -186,6 +186,7 @@ def draw(gates: Sequence[AbstractGate], u: Tensor | None = None) -> list[Tensor]
         ValueError: if `u` has another shape.
 
     Example:
+        >>> from ellzero.gates.hard_concrete import HardConcreteGate
         >>> gates = [HardConcreteGate(300), HardConcreteGate((20, 5))]
         >>> [tuple(z.shape) for z in draw(gates)]
         [(300,), (20, 5)]
@@ -221,6 +222,7 @@ def flat(gates: Sequence[AbstractGate], f: Callable[[AbstractGate, Phi], Tensor]
     """`f(gate, phi)` of all gates in one flat tensor, in the order of the sequence.
 
     Example:
+        >>> from ellzero.gates.hard_concrete import HardConcreteGate
         >>> gates = [HardConcreteGate(300), HardConcreteGate((20, 5))]
         >>> flat(gates, lambda gate, phi: gate.prob_from(phi)).shape
         torch.Size([400])
