@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 
 from ellzero.cli import opening
 from ellzero.cli.app import app, say, show, show_json
@@ -20,6 +18,7 @@ from ellzero.experiments.train.lagrangian import COSTS
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs
+from ellzero.out.tables import new_table
 
 
 @app.command
@@ -46,9 +45,7 @@ def evaluate(run: RunPath, data_dir: DataDir = None, device: Device = "auto", js
     if json:
         show_json({"run": run, "finished": finished, "networks": found})
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("recipe", "seed", "error", "compact", "density", "parameters", "MACs"):
-        table.add_column(title, justify="left" if title == "recipe" else "right")
+    table = new_table("", ["recipe"], ["seed", "error", "compact", "density", "parameters", "MACs"])
     for f in found:
         kept = [f"{100 * f['kept'][name]:.2f} %" for name in COSTS] if "kept" in f else ["dense"] * 3
         table.add_row(f["recipe"], str(f["seed"]), f"{f['error']:.2f} %", f"{f['error_compact']:.2f} %", *kept)
