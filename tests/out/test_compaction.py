@@ -55,7 +55,7 @@ def exact(
     Args:
         model: the network.
         x: example input.
-        readers: *all* sets of gates that there must be, and who reads each.
+        readers: *all* placements that there must be, and who reads each.
         closed: what to close.
         other: another input, of another batch size; random if `None`.
         by_hand: the masked copy, where a hook on the layers of `readers` cannot make it.

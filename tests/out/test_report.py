@@ -146,7 +146,7 @@ def test_channels_that_come_back_to_even_out_groups_are_kept() -> None:
     assert [(g.name, g.kept) for g in report.gates] == [("0", 4), ("1", 4)]
     assert [(a.name, a.kept) for a in report.axes if a.state == "gated"] == [("0", 6), ("1", 4)]
     assert report.params.kept == entries(l0.compact(gated))
-    assert "Gates by set" in str(report)
+    assert "Gates by placement" in str(report)
 
 
 def test_a_large_network_is_counted_exactly() -> None:
@@ -270,7 +270,7 @@ def test_text_fits_and_says_what_is_what(lenet_report: tuple[l0.Gated, l0.out.re
     text = str(report)
     assert max(map(len, text.splitlines())) <= 100
     assert re.search(r"axis +dense +expected +kept +state", text)
-    assert re.search(r"set +gates +expected open +kept open", text)
+    assert re.search(r"placement +gates +expected open +kept open", text)
     assert re.search(r"fc1 +800 +[\d.,]+ +65\n", text)
     assert re.search(r"parameters +431,080 +[\d.,]+ \([\d.]+%\) +6,212 \(1\.44%\)", text)
     assert "fc2 10 10.0 10 frozen: it is the model's output" in re.sub(" +", " ", text)
@@ -282,7 +282,7 @@ def test_text_fits_and_says_what_is_what(lenet_report: tuple[l0.Gated, l0.out.re
 
 def test_gates_are_shown_apart_only_where_they_differ_from_units() -> None:
     gated = l0.attach(mlp(), torch.zeros(2, 6))
-    assert "Gates by set" not in str(l0.report(gated))
+    assert "Gates by placement" not in str(l0.report(gated))
     assert "Inputs picked" not in str(l0.report(gated))
 
 

@@ -41,7 +41,7 @@ class AbstractRow(ABC):
     """One count, three ways.
 
     Args:
-        name: what is counted: an axis, a layer, a set of gates, a total.
+        name: what is counted: an axis, a layer, a placement, a total.
         dense: how many there are in the dense network.
         expected: how many there are in expectation over the gates; `None` for gates that have none (`NoExpectation`).
         kept: how many there are by the gates' test-time values.
@@ -76,7 +76,7 @@ class AxisRow(AbstractRow):
 @final
 @dataclass(frozen=True)
 class GateRow(AbstractRow):
-    """The gates of one set: how many there are, are expected to be open, are open at test time.
+    """The gates of one placement: how many there are, are expected to be open, are open at test time.
 
     Args:
         family: the gates' class and constants, the test-time rule among them.
@@ -118,7 +118,7 @@ class Report:
         model: class of the network.
         axes: units by axis.
         inputs: inputs by layer, where a `Select` picks them one by one.
-        gates: gates by set.
+        gates: gates by placement.
         params: parameters of the network.
         macs: multiply-accumulates for one example; `None` if the axes were given by hand.
         l0_norm: weights that are not zero, among those that gates count.
@@ -178,7 +178,11 @@ class Report:
             yield "Inputs picked one by one", ["layer", *counts], [_cells(row) for row in self.inputs]
         units = [(a.name, a.dense, a.kept) for a in self.axes if a.state in ("gated", "closed")]
         if [(g.name, g.dense, g.kept) for g in self.gates] != units:
-            yield "Gates by set", ["set", "gates", "expected open", "kept open"], [_cells(row) for row in self.gates]
+            yield (
+                "Gates by placement",
+                ["placement", "gates", "expected open", "kept open"],
+                [_cells(row) for row in self.gates],
+            )
         totals = [row for row in (self.params, self.macs, self.l0_norm) if row is not None]
         yield "Totals", ["", *counts], [_cells(row, fractions=True) for row in totals]
 
@@ -204,7 +208,7 @@ class Report:
 
 
 def report(gated: Gated, *, speed: bool = False) -> Report:
-    """Counts what is left of a network: by axis, by set of gates, and in total.
+    """Counts what is left of a network: by axis, by placement, and in total.
 
     Args:
         gated: the network; it is left as it is.

@@ -51,9 +51,6 @@ class Checkpoint:
     messages: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------- writing
-
-
 def save(
     folder: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -114,9 +111,6 @@ def save(
     return target
 
 
-# ---------------------------------------------------------------- reading
-
-
 def steps(folder: str | os.PathLike[str]) -> list[int]:
     """The numbers of the checkpoints in a folder, rising, read or not; none where there is no folder."""
     home = Path(folder)
@@ -174,23 +168,16 @@ def _refuse_recipe(path: Path, theirs: Any, ours: Any) -> NoReturn:
     if theirs is None or ours is None:
         where = "it does not say in what it differs"
     else:
-        there, here = dict(_leaves(_alone(theirs))), dict(_leaves(_alone(json.loads(json.dumps(ours)))))
-        names = [n for n in {**here, **there} if here.get(n, _NOTHING) != there.get(n, _NOTHING) and not _is_name(n)]
-        where = "; ".join(f"`{n}` is {there.get(n, _NOTHING)} there and {here.get(n, _NOTHING)} here" for n in names)
+        # Without the number of a stack of one, which says nothing, and without names, which are not part of a digest.
+        sides = [r[0] if isinstance(r, list) and len(r) == 1 else r for r in (theirs, json.loads(json.dumps(ours)))]
+        there, here = (dict(_leaves(side)) for side in sides)
+        names = [n for n in {**here, **there} if here.get(n) != there.get(n) and n.rpartition(".")[2] != "name"]
+        absent = "absent"
+        where = "; ".join(f"`{n}` is {there.get(n, absent)} there and {here.get(n, absent)} here" for n in names)
     raise CheckpointError(
         f"{str(path)!r} is a checkpoint of another recipe: {where or 'the same fields in another order'}. "
         f"Resume with its own recipe, or train in another folder"
     )
-
-
-def _is_name(leaf: str) -> bool:
-    """Whether it is the name of a recipe, which is not part of its digest."""
-    return leaf.rpartition(".")[2] == "name"
-
-
-def _alone(recipe: Any) -> Any:
-    """The recipe of a stack of one, whose number says nothing."""
-    return recipe[0] if isinstance(recipe, list) and len(recipe) == 1 else recipe
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -201,9 +188,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _leaves(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, json.dumps(value)
-
-
-_NOTHING = "absent"
 
 
 # ---------------------------------------------------------------- the file

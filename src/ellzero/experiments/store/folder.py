@@ -162,12 +162,13 @@ class Folder:
             FileError: the file cannot be written.
             FolderError: it is damaged.
         """
-        if not self._ends_in_a_record:  # a line that was cut off would swallow the next one
-            self._truncate(sum(size for _, size in self._lines()))
-        self._ends_in_a_record = False
-        data = "".join(_line(record) for record in records).encode()
         file = self.path / _HISTORY
+        data = "".join(_line(record) for record in records).encode()
+        whole = None if self._ends_in_a_record else sum(size for _, size in self._lines())
+        self._ends_in_a_record = False
         with writing(file), file.open("ab") as stream:
+            if whole is not None:  # a line that was cut off would swallow the next one
+                stream.truncate(whole)
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
@@ -207,12 +208,6 @@ class Folder:
             if record is not None:
                 records.append((record, len(line)))
         return records
-
-    def _truncate(self, size: int) -> None:
-        file = self.path / _HISTORY
-        with writing(file):
-            if file.exists() and file.stat().st_size > size:
-                os.truncate(file, size)
 
     # ---- results ----------------------------------------------------------------------------------------------------
 
