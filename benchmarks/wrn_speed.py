@@ -5,7 +5,7 @@
 All are trained by the same loop in one process (bfloat16, channels last, batch 128); on a GPU the step is captured, as
 it is and compiled. Blocks of steps are interleaved, and each ratio is the median over the rounds of a block's time to
 the dense block's beside it. The images are noise of the shape of CIFAR-10, cropped and mirrored: what a step costs does
-not depend on what is in them. For a shrunk network units are taken out of the gated one as `Trainer.shrink` does it:
+not depend on what is in them. For a shrunk network units are taken out of the gated one as `events.shrink` does it:
 all but the first of each hidden layer, widths rounded up to a multiple. Compilation is what the first steps took beyond
 others, capture included.
 """
@@ -26,6 +26,7 @@ from provenance import write
 from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train import events
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 
@@ -52,9 +53,9 @@ def shrink(trainer: Trainer, share: float) -> dict[str, Any]:
     """Takes out all but this share of every hidden layer; what that left."""
     gates = cast(Gated, trainer.runs.template.network).named_gates()
     sizes = [gate.shape.numel() for _, gate in gates]
-    trainer.closed_for = np.concatenate([np.arange(n) >= math.ceil(share * n) for n in sizes]).astype(np.int64)
-    trainer.shrink()
-    event, trainer.event = trainer.event, None
+    trainer.live.closed_for = np.concatenate([np.arange(n) >= math.ceil(share * n) for n in sizes]).astype(np.int64)
+    events.shrink(trainer.live)
+    event, trainer.live.event = trainer.live.event, None
     assert event is not None
     return {"widths": event["widths"], "macs": event["macs"]["after"]}
 

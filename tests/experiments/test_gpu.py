@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume import leaves
-from test_settling import SETTLING
-from test_shrinking import RUNS, close, gated_of, images, in_float64, losses
 from torch import Tensor
 
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
+from support.ends import leaves
+from support.shrunk import RUNS, SETTLING, close, gated_of, images, in_float64, losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -62,14 +62,14 @@ def pair(recipes: list[Recipe], closed: dict[str, list[int]]) -> tuple[Trainer, 
 def given_the_same(trainer: Trainer) -> None:
     """Lets a GPU's trainer have order and noise as they are drawn on the CPU."""
     recipes = trainer.recipes
-    twin, own = Trainer(recipes, images(recipes[0].data)).supply, trainer.supply.epoch
+    twin, own = Trainer(recipes, images(recipes[0].data)).supply, trainer.live.supply.epoch
 
     def epoch(number: int) -> tuple[Tensor, Tensor]:
         own(number)  # crops and flips its own images, as the seed says
         order, noise = twin.epoch(number)
         return order.cuda(), noise.cuda()
 
-    trainer.supply.epoch = epoch  # type: ignore[method-assign]
+    trainer.live.supply.epoch = epoch  # type: ignore[method-assign]
 
 
 def same(there: Trainer, here: Trainer, tolerance: float = 1e-4) -> None:
@@ -89,7 +89,7 @@ def same(there: Trainer, here: Trainer, tolerance: float = 1e-4) -> None:
 
 
 def replays(trainer: Trainer) -> bool:
-    step: Any = trainer._step
+    step: Any = trainer.live.take
     return step.captured is not None
 
 
@@ -109,9 +109,9 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(case: str) -> None:
             assert there.event["widths"] == here.event["widths"]
             assert sum(there.event["removed"].values()) > 0
     same(there, here)
-    for method in ("watched", "counts"):
-        ours, theirs = (t.runs.evaluate(method, values=t.values()).flatten().tolist() for t in (there, here))
-        assert ours == pytest.approx(theirs, rel=1e-4), method
+    for method in (Objective.watched, Objective.counts):
+        ours, theirs = (t.runs.evaluate(method, values=t.live.values()).flatten().tolist() for t in (there, here))
+        assert ours == pytest.approx(theirs, rel=1e-4), method.__name__
 
 
 def test_a_stack_on_a_gpu_is_the_stack_on_the_cpu() -> None:

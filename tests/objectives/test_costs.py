@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph, Site
+from ellzero.objectives import costs
 from support.oracles import COSTS, by_name, every_state, measured, open_exactly, scattered
 from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, Tied, TwoReaders, lenet, mlp
 
@@ -343,14 +344,14 @@ def test_parts_add_up() -> None:
     gated = scattered(l0.attach(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer))
     for kept in (False, True):
         for cost in COSTS:
-            parts = l0.objectives.costs.breakdown(cost, gated, kept=kept)
+            parts = costs.breakdown(costs.kept(cost) if kept else cost, gated)
             assert sum(parts.values()) == pytest.approx(number(cost(gated, kept=kept)), rel=1e-6)
             for name, value in parts.items():
                 assert number(cost(gated, kept=kept, only=name)) == pytest.approx(value, rel=1e-6)
         names = [p.name for p in gated.placements]
         whole = number(l0.l0_norm(gated, kept=kept))
         assert sum(number(l0.l0_norm(gated, kept=kept, only=name)) for name in names) == pytest.approx(whole, rel=1e-6)
-    assert l0.objectives.costs.breakdown(l0.params, gated, only="[37]").keys() == {"3", "7"}
+    assert costs.breakdown(costs.only(l0.params, "[37]"), gated).keys() == {"3", "7"}
     assert number(l0.params(gated, only="9")) == pytest.approx(
         10 * number(gated.gates["9"].prob_open().sum()) + 10, rel=1e-6
     )
@@ -365,18 +366,15 @@ def test_a_pattern_that_matches_nothing_is_refused(cost: Any) -> None:
 
 def test_breakdown_of_a_cost_without_parts_is_empty() -> None:
     gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
-    assert l0.objectives.costs.breakdown(l0.l0_norm, gated) == {}
+    assert costs.breakdown(l0.l0_norm, gated) == {}
 
 
 def test_floor_is_what_frozen_layers_cost() -> None:
     gated = l0.attach(mlp(4, 3, 2), torch.zeros(1, 4))
-    assert l0.objectives.costs.floor(l0.params, gated) == (2.0, ["2"])  # the output's bias
-    assert l0.objectives.costs.floor(l0.macs, gated) == (0.0, [])
-    assert l0.objectives.costs.floor(l0.params, gated, kept=True) == (
-        4 + 1 + 2 + 2,
-        ["0", "2"],
-    )  # one hidden unit stays
-    least, layers = l0.objectives.costs.floor(l0.params, l0.attach(Residual(), torch.zeros(2, 2)))
+    assert costs.floor(l0.params, gated) == (2.0, ["2"])  # the output's bias
+    assert costs.floor(l0.macs, gated) == (0.0, [])
+    assert costs.floor(costs.kept(l0.params), gated) == (4 + 1 + 2 + 2, ["0", "2"])  # one hidden unit stays
+    least, layers = costs.floor(l0.params, l0.attach(Residual(), torch.zeros(2, 2)))
     assert (least, layers) == (6 + 3 + 12 + 3 + 8, ["square", "stem", "head", "down"])
 
 
@@ -424,8 +422,8 @@ def test_a_cost_of_something_else_is_refused(cost: Any, what: Any) -> None:
         lambda: cost(what),
         lambda: cost(what, kept=True),
         lambda: l0.dense(cost, what),
-        lambda: l0.objectives.costs.breakdown(cost, what),
-        lambda: l0.objectives.costs.floor(cost, what),
+        lambda: costs.breakdown(cost, what),
+        lambda: costs.floor(cost, what),
     ):
         with pytest.raises(TypeError, match=f"`gated` must be what `attach` returned, got {type(what).__name__}"):
             call()

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero import objectives
 from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated
-from ellzero.objectives import costs
+from ellzero.objectives import checking, costs
+from ellzero.objectives import constraint as module
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.duals import AbstractDual, ExtrapolationFromPast, GradientAscent, LinearWarmup, NuPI
 from ellzero.objectives.extragradient import extra_gradient_step
@@ -85,21 +85,19 @@ def smooth(toy: Toy, *, kept: bool = False, only: str | None = None) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def closed_form_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dense(cost: Callable[..., Tensor], gated: Toy | Gated, only: str | None = None) -> float:
+    def dense(cost: Callable[..., Tensor], gated: Toy | Gated) -> float:
         if isinstance(gated, Gated):
-            return costs.dense(cost, gated, only)
-        return float(sum(x.numel() for x in gated.xs(only)))
+            return costs.dense(cost, gated)
+        return float(sum(x.numel() for x in gated.xs(costs.unwrapped(cost)[1].get("only"))))
 
-    def floor(
-        cost: Callable[..., Tensor], gated: Toy | Gated, only: str | None = None, kept: bool = False
-    ) -> tuple[float, list[str]]:
+    def floor(cost: Callable[..., Tensor], gated: Toy | Gated) -> tuple[float, list[str]]:
         if isinstance(gated, Gated):
-            return costs.floor(cost, gated, only, kept=kept)
-        return gated.least * dense(total, gated, only), ["stem", "head"]
+            return costs.floor(cost, gated)
+        return gated.least * dense(cost, gated), ["stem", "head"]
 
-    monkeypatch.setattr(objectives, "Gated", (Toy, Gated))
-    monkeypatch.setattr(objectives, "dense", dense)
-    monkeypatch.setattr(objectives, "floor", floor)
+    monkeypatch.setattr(module, "Gated", (Toy, Gated))
+    monkeypatch.setattr(module, "floor", floor)
+    monkeypatch.setattr(checking, "dense", dense)
 
 
 def distance(toy: Toy, *a: list[float]) -> Tensor:
@@ -149,8 +147,8 @@ def test_aic_and_bic_are_the_criteria_per_sample() -> None:
 
 
 def test_penalty_presets_count_nonzero_weights() -> None:
-    assert Penalty.aic(10).cost is objectives.l0_norm
-    assert Penalty.bic(10).cost is objectives.l0_norm
+    assert Penalty.aic(10).cost is costs.l0_norm
+    assert Penalty.bic(10).cost is costs.l0_norm
 
 
 @pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf, "1", None, True, {}, {"*": -1.0}, {"*": math.nan}])
@@ -871,7 +869,11 @@ def test_the_state_of_a_constraint_not_called_yet_makes_it_new() -> None:
     [
         (lambda: Constraint("macs", 0.5), TypeError, "`cost` must be a function"),
         (lambda: Constraint(total, 0.5, dual=GradientAscent), TypeError, "`dual` must be a dual optimizer"),
-        (lambda: Constraint(total, 0.5, warmup=100), TypeError, "`warmup` must be None or a LinearWarmup, got 100"),
+        (
+            lambda: Constraint(total, 0.5, warmup=100),
+            TypeError,
+            "`warmup` must be None or a warm-up such as LinearWarmup\\(steps\\), got 100",
+        ),
         (lambda: Constraint(total, 0.5, on="median"), ValueError, "`on` must be 'expected' or 'kept', got 'median'"),
         (lambda: Constraint(total, {"a": 0.5}, per_axis=True), ValueError, "`per_axis` must come with one fraction"),
         (lambda: Constraint(costs.macs, 0.5, per_axis=True), ValueError, "`per_axis` .* that counts by gate, got macs"),
@@ -884,7 +886,7 @@ def test_the_state_of_a_constraint_not_called_yet_makes_it_new() -> None:
         (lambda: NuPI(kp=-1.0), ValueError, "`kp` must be a non-negative number"),
         (lambda: NuPI(kp=1.0, ki=0.0), ValueError, "`ki` must be a positive number"),
         (lambda: NuPI(kp=1.0, nu=1.0), ValueError, r"`nu` must be a number in \(-1, 1\)"),
-        (lambda: LinearWarmup(0), ValueError, "`steps` must be a positive integer, got 0"),
+        (lambda: LinearWarmup(0), ValueError, "`steps` must be a positive number, got 0"),
         (lambda: LinearWarmup(10, start=1.5), ValueError, "`start` is a fraction"),
     ],
 )

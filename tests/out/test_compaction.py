@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ellzero as l0
+from ellzero.objectives import costs
 from ellzero.out.finalization import refuse_unreachable
 from support.fuzz import Drawn, drawn_networks
 from support.oracles import (
@@ -1325,7 +1326,9 @@ def test_finalize_by_pattern() -> None:
     set_gates(gated, {})
     l0.finalize(gated, {"conv*": 0.4, "fc*": 0.6})
     for pattern, most in (("conv*", 0.4), ("fc*", 0.6)):
-        assert float(l0.params(gated, kept=True, only=pattern)) <= most * l0.dense(l0.params, gated, pattern)
+        assert float(l0.params(gated, kept=True, only=pattern)) <= most * l0.dense(
+            costs.only(l0.params, pattern), gated
+        )
 
 
 def test_finalize_prefers_units_with_little_evidence() -> None:

@@ -232,22 +232,22 @@ def train(
     from ellzero.experiments.store import checkpoint
     from ellzero.experiments.store.folder import Folder
     from ellzero.experiments.train import loop as training
-    from ellzero.experiments.train.trainer import Trainer
+    from ellzero.experiments.train.live import Live
 
-    step = Trainer.step
+    step = Live._take
 
-    def watched(trainer: Trainer, *args: Any, **kwargs: Any) -> Tensor:
-        out = step(trainer, *args, **kwargs)
+    def watched(live: Live, *args: Any) -> Tensor:
+        out = step(live, *args)
         if progress is not None:
             with open(progress, "ab") as file:
                 file.write(b".")
         time.sleep(pause)
-        if trainer.steps_done == spoil:  # before this step
+        if live.steps_done == spoil:  # before this step
             with torch.no_grad():
-                trainer.runs.values()["network.model.fc2.bias"][3] += 1e-6
+                live.runs.values()["network.model.fc2.bias"][3] += 1e-6
         return out
 
-    Trainer.step = watched  # type: ignore[method-assign]
+    Live._take = watched  # type: ignore[method-assign]
     random.seed(0)  # torch's generator is the run's business; these two are saved as well
     np.random.seed(0)  # noqa: NPY002
     if die is not None:

@@ -14,7 +14,7 @@ from ellzero.cli.app import app, say, show, show_json
 from ellzero.cli.opening import DataDir, Device, RunPath
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.train.lagrangian import COSTS
+from ellzero.experiments.train.building import COSTS
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs

@@ -44,7 +44,7 @@ from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
 from ellzero.experiments.statistics import interval, pareto
 from ellzero.experiments.store.provenance import provenance
-from ellzero.experiments.train.lagrangian import COSTS, targets
+from ellzero.experiments.train.building import COSTS, targets
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.out.finalization import refuse_unreachable

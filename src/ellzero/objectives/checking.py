@@ -1,15 +1,17 @@
-"""What arguments must be, and the sentences that say so."""
+"""What arguments must be, and the sentences that say so.
+
+This file knows costs as functions; it does not know penalties, constraints or multipliers.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping
 from numbers import Real
 
 from ellzero.gated.module import Gated
-from ellzero.objectives.costs import Cost, dense
+from ellzero.objectives.costs import Cost, dense, macs, only, params, unwrapped
 
 
 class WeakMemory:
@@ -43,7 +45,7 @@ def dense_of(argument: str, cost: Cost, gated: Gated, group: str | None) -> floa
     """The dense cost of a group; refuses one that is empty, in the words of who named it."""
     must = f"`{argument}` must name what `{name_of(cost)}` counts, got {group!r}"
     try:
-        whole = dense(cost, gated, only=group)
+        whole = dense(only(cost, group), gated)
     except ValueError as error:
         why = str(error).replace("`only`", "it")  # what the user wrote has another name
         raise (error if group is None else ValueError(f"{must}: {why}")) from error
@@ -52,29 +54,32 @@ def dense_of(argument: str, cost: Cost, gated: Gated, group: str | None) -> floa
     return whole
 
 
-def function_of(cost: object) -> object:
-    while isinstance(cost, functools.partial):
-        cost = cost.func
-    return cost
-
-
-def name_of(cost: object) -> str:
-    function = function_of(cost)
+def name_of(cost: Cost) -> str:
+    """What a cost is called in a message."""
+    function, _ = unwrapped(cost)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def counts_by_module(cost: Cost) -> bool:
+    """Whether the patterns of a cost are names of modules, and not of gates."""
+    return unwrapped(cost)[0] in (params, macs)
+
+
 def check_callable(argument: str, value: object) -> None:
+    """Refuses what cannot be a cost."""
     if not callable(value):
         raise TypeError(f"`{argument}` must be a function of a Gated such as l0_norm, got {value!r}")
 
 
 def check_number(what: str, value: object, accepts: Callable[[float], bool]) -> float:
+    """A finite number that is accepted, or a refusal that begins with `what`."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not accepts(float(value)):
         raise ValueError(f"{what}, got {value!r}")
     return float(value)
 
 
 def check_count(argument: str, value: object) -> int:
+    """A positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"`{argument}` must be a positive integer, got {value!r}")
     return value
@@ -93,4 +98,5 @@ def check_groups(argument: str, what: str, value: object, accepts: Callable[[flo
 
 
 def check_fractions(at_most: object) -> dict[str | None, float]:
+    """One fraction of the dense cost, under None, or one for each pattern."""
     return check_groups("at_most", "`at_most` is a fraction of the dense cost in (0, 1]", at_most, lambda x: 0 < x <= 1)

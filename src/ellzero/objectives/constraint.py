@@ -1,35 +1,34 @@
-"""What is added to the loss: a penalty on a cost, or a constraint on it with multipliers that rise until it holds.
+"""A bound on a cost, as a term of the loss with multipliers that rise until it holds.
 
-`Penalty` is the first paper's λ·cost (Louizos et al., eq. 9). `Constraint` is the second paper's Lagrangian term
-(Gallego-Posada et al., eq. 6): it holds the multipliers, remembers the violation seen in the training forward, and
-moves the multipliers in `ascend()` (eq. 7) by one of the dual optimizers. λ has units: a penalty's multiplies an
-absolute cost (a count of weights, of MACs), a constraint's multiplies a fraction of the dense cost.
-
-This file knows costs only as functions of a `Gated`; it knows nothing of gate families, layers or training loops.
+`Constraint` is the second paper's Lagrangian term (Gallego-Posada et al., eq. 6): it holds the multipliers, remembers
+the violation seen in the training forward, and moves the multipliers in `ascend()` (eq. 7). The arithmetic is that of
+`lagrangian`, for one run. λ has units: it multiplies a fraction of the dense cost, where a penalty's multiplies an
+absolute one. This file knows costs only as functions of a `Gated`; it knows no gate families, layers or loops.
 """
 
 from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Self, final
 
 import torch
 from torch import Tensor, nn
 
 from ellzero.gated.module import Gated
+from ellzero.objectives import lagrangian
 from ellzero.objectives.checking import (
     WeakMemory,
     check_callable,
     check_fractions,
+    counts_by_module,
     dense_of,
-    function_of,
     name_of,
     stranger,
 )
-from ellzero.objectives.costs import Cost, floor, macs, params
-from ellzero.objectives.duals import AbstractDual, GradientAscent, LinearWarmup
+from ellzero.objectives.costs import Cost, floor, kept, only
+from ellzero.objectives.duals import AbstractDual, AbstractWarmup, GradientAscent
 
 
 @final
@@ -96,21 +95,21 @@ class Constraint(nn.Module):
         per_axis: bool = False,
         on: Literal["expected", "kept"] = "expected",
         dual: AbstractDual | None = None,
-        warmup: LinearWarmup | None = None,
+        warmup: AbstractWarmup | None = None,
     ) -> None:
         super().__init__()
         check_callable("cost", cost)
         dual = GradientAscent() if dual is None else dual
         if not isinstance(dual, AbstractDual):
             raise TypeError(f"`dual` must be a dual optimizer such as GradientAscent(), got {dual!r}")
-        if warmup is not None and not isinstance(warmup, LinearWarmup):
-            raise TypeError(f"`warmup` must be None or a LinearWarmup, got {warmup!r}")
+        if warmup is not None and not isinstance(warmup, AbstractWarmup):
+            raise TypeError(f"`warmup` must be None or a warm-up such as LinearWarmup(steps), got {warmup!r}")
         if on not in ("expected", "kept"):
             raise ValueError(f"`on` must be 'expected' or 'kept', got {on!r}")
         goal = check_fractions(at_most)
         if per_axis and None not in goal:
             raise ValueError(f"`per_axis` must come with one fraction for all gates in `at_most`, got {at_most!r}")
-        if per_axis and function_of(cost) in (params, macs):
+        if per_axis and counts_by_module(cost):
             raise ValueError(f"`per_axis` must come with a cost that counts by gate, got {name_of(cost)}: by module")
         self.cost, self.dual, self.warmup = cost, dual, warmup
         self._on, self._per_axis = on, per_axis
@@ -129,13 +128,14 @@ class Constraint(nn.Module):
             self.bind(gated)
         elif self._gates is None:
             raise RuntimeError("call `bind(gated)` on the constraint once before compiling it")
-        gap = self._gap(gated)
+        gap = self._gap(gated, self.cost)
         if gap.dtype != self.multiplier.dtype:  # the network was moved to another precision
             self.to(gap.dtype)
         if gated.training and torch.is_grad_enabled():
-            self.violation.copy_(gap.detach() if self._on == "expected" else self._kept_gap(gated))
+            with torch.no_grad():
+                self.violation.copy_(gap if self._on == "expected" else self._gap(gated, kept(self.cost)))
             self._fresh = True
-        return torch.dot(self.multiplier, gap)
+        return lagrangian.weighted(self.multiplier, gap)
 
     def ascend(self) -> None:
         """One step of the multipliers along the violations last recorded (eq. 7), and of the warm-up.
@@ -144,6 +144,14 @@ class Constraint(nn.Module):
             RuntimeError: if no violation was recorded since the last step, or one is not finite (checked on the CPU
                 alone: elsewhere each step would have to wait for the device). Nothing has moved then.
         """
+        self.climb()
+        self._ascents += 1
+        self._fresh = False
+        if self.warmup is not None and self._ascents < self.warmup.steps + 1:
+            self._aim()
+
+    def climb(self) -> None:
+        """What `ascend()` does to the multipliers, without counting as a step: for a look-ahead that is undone."""
         if not self._fresh:
             raise RuntimeError(
                 "`ascend()` must follow a violation recorded since the last one, got none: call the constraint on the "
@@ -152,13 +160,15 @@ class Constraint(nn.Module):
         violation = self.violation
         if violation.is_cpu and not all(map(math.isfinite, violation.tolist())):
             raise RuntimeError(f"`violation` must be finite, got {violation.tolist()}: the multipliers stay")
-        memory = {name: self.get_buffer(f"_dual_{name}") for name in self.dual.memory}
-        seen = self.dual.measured(violation, self.target)
-        self.dual.step(self.multiplier, seen, memory, first=self._ascents == 0)
-        self._ascents += 1
-        self._fresh = False
-        if self.warmup is not None and self._ascents <= self.warmup.steps:
-            self._aim()
+        first = self._ascents == 0
+        lagrangian.ascend(self.dual, self.multiplier, self._memory(), violation, self.target, first=first)
+
+    def duals(self) -> list[Tensor]:
+        """All that `climb` moves."""
+        return [self.multiplier, *self._memory().values()]
+
+    def _memory(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(f"_dual_{name}") for name in self.dual.memory}
 
     def set_target(self, at_most: float | Mapping[str, float]) -> None:
         """Changes ε of a running constraint; multipliers stay, and a warm-up under way leads to the new target.
@@ -206,7 +216,7 @@ class Constraint(nn.Module):
                 for name, gate in gates.items():
                     gate.check(name)
                 self._refer_to(gated, sizes)
-            self.to(self._costs(gated, self._goal).device)
+            self.to(self._costs(gated, self.cost, self._goal).device)
         self._checked.keep(gated)
         return self
 
@@ -214,18 +224,12 @@ class Constraint(nn.Module):
         at_most = next(iter(self._goal.values())) if self._per_axis else self._goal.get(None, self._goal)
         return f"{name_of(self.cost)}, at_most={at_most}, per_axis={self._per_axis}, on={self._on!r}, dual={self.dual}"
 
-    def _costs(self, gated: Gated, groups: Iterable[str | None], kept: bool = False) -> Tensor:
-        # Only what is asked for is passed on, so that a plain function of a `Gated` is a cost too.
-        extra: dict[str, Any] = {"kept": True} if kept else {}
-        costs = [self.cost(gated, **extra) if g is None else self.cost(gated, only=g, **extra) for g in groups]
+    def _costs(self, gated: Gated, cost: Cost, groups: Mapping[str | None, float]) -> Tensor:
+        costs = [only(cost, group)(gated) for group in groups]
         return costs[0].unsqueeze(0) if len(costs) == 1 else torch.stack(costs)  # one is the common case: a view
 
-    def _gap(self, gated: Gated, kept: bool = False) -> Tensor:
-        return self._costs(gated, self._goal, kept) / self._dense - self.target
-
-    @torch.no_grad()
-    def _kept_gap(self, gated: Gated) -> Tensor:
-        return self._gap(gated, kept=True)
+    def _gap(self, gated: Gated, cost: Cost) -> Tensor:
+        return lagrangian.gaps(self._costs(gated, cost, self._goal) / self._dense, self.target)
 
     def _refer_to(self, gated: Gated, sizes: dict[str, int]) -> None:
         """Computes what depends on the network, checks it, and only then changes anything."""
@@ -234,12 +238,13 @@ class Constraint(nn.Module):
             goal = dict.fromkeys([glob.escape(name) for name in sizes], goal[None])
         argument = "per_axis" if self._per_axis else "at_most"
         whole = {group: dense_of(argument, self.cost, gated, group) for group in goal}
+        bounded = kept(self.cost) if self._on == "kept" else self.cost
         floors = {}
         for group in goal:
-            least, layers = floor(self.cost, gated, only=group, kept=self._on == "kept")
+            least, layers = floor(only(bounded, group), gated)
             floors[group] = (least / whole[group], list(layers))
         self._check_feasible(goal, floors)
-        now = self._costs(gated, goal)
+        now = self._costs(gated, self.cost, goal)
         if self._per_axis:
             self._allocate(len(goal), now.dtype, now.device)
         self.to(device=now.device, dtype=now.dtype)
@@ -261,10 +266,9 @@ class Constraint(nn.Module):
 
     def _aim(self) -> None:
         """Puts the targets in force that belong to this moment."""
-        goal = list(self._goal.values())
-        if self.warmup is not None:
-            goal = [self.warmup.target(g, self._ascents) for g in goal]
-        self.target.copy_(torch.tensor(goal, dtype=torch.float64))
+        goal = torch.tensor(list(self._goal.values()), dtype=torch.float64)
+        clock = torch.tensor(self._ascents, dtype=torch.float64)
+        self.target.copy_(lagrangian.targets(goal, self.warmup, clock))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,16 @@
 
 `l0_norm` and `l2_norm` are the papers' sums over gates; `params`, `macs` and `units` are of the network that
 `compact` would give. All of them take `kept=True` for the cost with the test-time gates (P(z ≠ 0) and "test-time gate
-> 0" are different things), and `only="pattern"` for a part. They ask a `Gated` what is open and never how a gate
-works. A cost of your own is a function with the same signature.
+> 0" are different things), and `only="pattern"` for a part; `kept(cost)` and `only(cost, pattern)` are those costs as
+functions. They ask a `Gated` what is open and never how a gate works. A cost of your own is a function with the same
+signature, or a plain function of a `Gated` where nobody asks for more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -125,32 +127,56 @@ def units(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tenso
     return _total("units", gated, kept, only)
 
 
-def dense(cost: Cost, gated: Gated, only: str | None = None) -> float:
+def kept(cost: Cost) -> Cost:
+    """A cost as it is kept now, with the test-time gates: no gradient flows.
+
+    Example:
+        >>> from ellzero.gated.attaching import attach
+        >>> gated = attach(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), torch.zeros(1, 4))
+        >>> bool(kept(macs)(gated) == macs(gated, kept=True))
+        True
+    """
+    return partial(cost, kept=True)
+
+
+def only(cost: Cost, pattern: str | None) -> Cost:
+    """A cost of the part that a pattern names; the whole cost if it is None.
+
+    Example:
+        >>> from ellzero.gated.attaching import attach
+        >>> gated = attach(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), torch.zeros(1, 4))
+        >>> dense(only(params, "1"), gated)
+        8.0
+    """
+    return cost if pattern is None else partial(cost, only=pattern)
+
+
+def dense(cost: Cost, gated: Gated) -> float:
     """The cost of the dense network, that fractions refer to: every gate open."""
     _check(gated)
     with torch.no_grad(), gated.assuming(torch.ones(gated.liveness.size)):
-        return float(_call(cost, gated, False, only))
+        return float(cost(gated))
 
 
-def floor(cost: Cost, gated: Gated, only: str | None = None, *, kept: bool = False) -> tuple[float, list[str]]:
+def floor(cost: Cost, gated: Gated) -> tuple[float, list[str]]:
     """The least that the gates can reach, every one of them closed, and the layers that make it, most expensive
     first.
     """
     _check(gated)
     with torch.no_grad(), gated.assuming(torch.zeros(gated.liveness.size)):
-        least = float(_call(cost, gated, kept, only))
-        layers = breakdown(cost, gated, kept=kept, only=only)
+        least, layers = float(cost(gated)), breakdown(cost, gated)
     return least, [name for name, c in sorted(layers.items(), key=lambda item: -item[1]) if c > 0]
 
 
-def breakdown(cost: Cost, gated: Gated, *, kept: bool = False, only: str | None = None) -> dict[str, float]:
+def breakdown(cost: Cost, gated: Gated) -> dict[str, float]:
     """What each layer (for `params`, `macs`) or axis (for `units`) costs; empty for a cost that has no such parts."""
     _check(gated)
-    which = {params: "params", macs: "macs", units: "units"}.get(cost)
+    function, flags = unwrapped(cost)
+    which = {params: "params", macs: "macs", units: "units"}.get(function)
     if which is None:
         return {}
     with torch.no_grad():
-        census, terms, chosen = _terms(which, gated, kept, only)
+        census, terms, chosen = _terms(which, gated, flags.get("kept", False), flags.get("only"))
     out: dict[str, float] = {}
     for name, term, take in zip(census.names, terms.tolist(), chosen, strict=True):
         if take:
@@ -158,21 +184,18 @@ def breakdown(cost: Cost, gated: Gated, *, kept: bool = False, only: str | None 
     return out
 
 
-# ---------------------------------------------------------------- inside
+def unwrapped(cost: Cost) -> tuple[Any, dict[str, Any]]:
+    """The function that a cost is made of, and the flags that it is called with."""
+    function: Any = cost
+    flags: dict[str, Any] = {}
+    while isinstance(function, partial):
+        function, flags = function.func, {**function.keywords, **flags}
+    return function, flags
 
 
 def _check(gated: Any) -> None:
     if not isinstance(gated, Gated):
         raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
-
-
-def _call(cost: Cost, gated: Gated, kept: bool, only: str | None) -> Tensor:
-    """Calls a cost with the arguments that are not at their defaults, so that a plain function of a `Gated` will do
-    where no more is asked.
-    """
-    _check(gated)
-    extra: dict[str, Any] = ({"kept": True} if kept else {}) | ({"only": only} if only is not None else {})
-    return cost(gated, **extra)
 
 
 def _open(gated: Gated, kept: bool) -> Tensor:

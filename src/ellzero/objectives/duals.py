@@ -1,15 +1,22 @@
-"""How multipliers follow the violations of their constraints."""
+"""How multipliers follow the violations of their constraints, and how targets come down.
+
+Each class here is a configuration that acts on tensors of any shape: one entry per constraint, of one run or of many.
+What a dual optimizer remembers lives with the multipliers. This file knows no costs and no networks.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 from torch import Tensor
 
 from ellzero.objectives.checking import check_count, check_number
+
+_FOLDS = 100.0  # e-folds of λ in a run of `SelfPacedAscent` that is at e = 2.7 times its target throughout
+_SPEED = 0.5  # e-folds of λ per step and unit of the gates' learning rate, at most
 
 
 class AbstractDual(ABC):
@@ -32,7 +39,7 @@ class AbstractDual(ABC):
 
         Args:
             multiplier: λ, one entry per constraint.
-            violation: g = cost/dense − ε, the gradient of the Lagrangian in λ.
+            violation: what `measured` gave; cost/dense − ε is the gradient of the Lagrangian in λ.
             memory: the tensors named by `memory`.
             first: whether no step was taken before.
         """
@@ -147,6 +154,51 @@ class ExponentiatedAscent(AbstractDual):
 
 @final
 @dataclass(frozen=True)
+class SelfPacedAscent(AbstractDual):
+    """Ascent in log λ at a rate that needs no tuning: `ExponentiatedAscent` with η = min(100/steps, gate_lr/2).
+
+    The level ℓ ← ℓ·exp(η·log(cost/target)), and λ is ℓ where the constraint is violated and 0 where it holds. The
+    first bound is that of a run: at e = 2.7 times its target, λ grows by at most 100 e-folds in all. The second is that
+    of the gates: Adam moves them by about `gate_lr` in a step, so that closing one takes some 4/gate_lr steps, in which
+    λ may grow by two e-folds; faster, and it overshoots before they follow. Goes well with `on="kept"` and
+    `GeometricWarmup`, under which the relative violation that a steady shrinking leaves is the same at every step.
+
+    Args:
+        steps: of the run, while gates learn.
+        gate_lr: the learning rate of the gates, with Adam.
+
+    Raises:
+        ValueError: if `steps` is not a positive integer or `gate_lr` not a positive number.
+
+    Example:
+        >>> SelfPacedAscent(steps=1000, gate_lr=0.5).rate, SelfPacedAscent(steps=1000, gate_lr=0.1).rate
+        (0.1, 0.05)
+    """
+
+    steps: int
+    gate_lr: float
+    _ascent: ExponentiatedAscent = field(init=False, repr=False, compare=False)
+
+    memory: ClassVar[tuple[str, ...]] = ExponentiatedAscent.memory
+    relative: ClassVar[bool] = ExponentiatedAscent.relative
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+        check_number("`gate_lr` must be a positive number", self.gate_lr, lambda x: x > 0)
+        # Made once: a compiler cannot follow the checks of another one at each step.
+        object.__setattr__(self, "_ascent", ExponentiatedAscent(min(_FOLDS / self.steps, _SPEED * self.gate_lr)))
+
+    @property
+    def rate(self) -> float:
+        """η, e-folds per unit of violation and step."""
+        return self._ascent.rate
+
+    def step(self, multiplier: Tensor, violation: Tensor, memory: Mapping[str, Tensor], first: bool) -> None:
+        self._ascent.step(multiplier, violation, memory, first)
+
+
+@final
+@dataclass(frozen=True)
 class ExtrapolationFromPast(AbstractDual):
     """Extrapolation from the past for the multipliers, λ ← max(0, λ + η·(2·g_t − g_{t−1})) (Gidel et al., 2019).
 
@@ -174,10 +226,20 @@ class ExtrapolationFromPast(AbstractDual):
         memory["past"].copy_(violation)
 
 
+class AbstractWarmup(ABC):
+    """How a target comes down to its goal, so that the network can learn before it must shrink."""
+
+    steps: float
+
+    @abstractmethod
+    def target(self, goal: Tensor, clock: Tensor) -> Tensor:
+        """The targets in force after `clock` calls of `ascend()`, a scalar, on the way to `goal`, of any shape."""
+
+
 @final
 @dataclass(frozen=True)
-class LinearWarmup:
-    """A target that comes down on a straight line, so that the network learns something before it must shrink.
+class LinearWarmup(AbstractWarmup):
+    """A target that comes down on a straight line.
 
     After t calls of `ascend()` the target in force is ε + (1 − t/steps)·(start − ε), and ε from t = steps on; where
     `start` is below ε, it is ε throughout.
@@ -187,16 +249,44 @@ class LinearWarmup:
         start: the first target, a fraction of the dense cost in (0, 1].
 
     Raises:
-        ValueError: if `steps` is not a positive integer or `start` not in (0, 1].
+        ValueError: if `steps` is not a positive number or `start` not in (0, 1].
     """
 
-    steps: int
+    steps: float
     start: float = 1.0
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
+        check_number("`steps` must be a positive number", self.steps, lambda x: x > 0)
         check_number("`start` is a fraction of the dense cost in (0, 1]", self.start, lambda x: 0 < x <= 1)
 
-    def target(self, goal: float, ascents: int) -> float:
-        """The target in force after so many calls of `ascend()`, on the way to `goal`."""
-        return goal + max(0.0, 1 - ascents / self.steps) * max(0.0, self.start - goal)
+    def target(self, goal: Tensor, clock: Tensor) -> Tensor:
+        return goal + (self.start - goal).clamp(min=0) * _left(clock, self.steps)
+
+
+@final
+@dataclass(frozen=True)
+class GeometricWarmup(AbstractWarmup):
+    """A target that comes down from 1 by the same factor in every step.
+
+    After t calls of `ascend()` the target in force is ε^(t/steps), and ε from t = steps on. A dual optimizer that
+    follows log(cost/target), as `SelfPacedAscent` does, sees the same fall in every step.
+
+    Args:
+        steps: how many calls of `ascend()` it takes.
+
+    Raises:
+        ValueError: if `steps` is not a positive number.
+    """
+
+    steps: float
+
+    def __post_init__(self) -> None:
+        check_number("`steps` must be a positive number", self.steps, lambda x: x > 0)
+
+    def target(self, goal: Tensor, clock: Tensor) -> Tensor:
+        return goal ** (1 - _left(clock, self.steps))
+
+
+def _left(clock: Tensor, steps: float) -> Tensor:
+    """The share of a warm-up that is still to come."""
+    return (1 - clock / steps).clamp(min=0)

@@ -1,9 +1,12 @@
-"""Extra-gradient: every step is taken with the gradient at a look-ahead."""
+"""Extra-gradient: every step is taken with the gradient at a look-ahead.
+
+This file knows optimizers and tensors, and of a constraint only how its multipliers move.
+"""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -55,26 +58,45 @@ def extra_gradient_step(
         return lagrangian.detach()
 
     value = gradient()
-    point = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-    memory = {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
-    dual = {name: buffer.clone() for name, buffer in constraint.named_buffers()}
-    ascents, fresh = constraint._ascents, constraint._fresh
-    try:
+    with looking_ahead(optimizer, constraint.duals()):
         optimizer.step()
-        constraint.ascend()
+        constraint.climb()
         gradient()
-        seen, fresh_seen = constraint.violation.clone(), constraint._fresh
-    finally:
-        with torch.no_grad():
-            for p, before in point:
-                p.copy_(before)
-        optimizer.state.clear()
-        optimizer.state.update(memory)
-        for name, buffer in constraint.named_buffers():
-            buffer.copy_(dual[name])
-        constraint._ascents, constraint._fresh = ascents, fresh
-    constraint.violation.copy_(seen)
-    constraint._fresh = fresh_seen
     constraint.ascend()
     optimizer.step()
     return value
+
+
+@contextmanager
+def looking_ahead(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Undoes, at its end, what is done to parameters, to what their optimizer remembers and to `tensors`.
+
+    Gradients stay. All is undone in place, so that a captured step goes on with the same tensors.
+
+    Args:
+        optimizer: of the parameters.
+        tensors: what else is undone.
+    """
+    moved = [*tensors, *(p.detach() for group in optimizer.param_groups for p in group["params"])]
+    before = [t.clone() for t in moved]
+    known = {p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for p, s in _memory(optimizer)}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(moved, before, strict=True):
+                tensor.copy_(value)
+            for parameter, state in _memory(optimizer):
+                if parameter not in known:  # it began to remember here
+                    del optimizer.state[parameter]
+                    continue
+                for key, value in known[parameter].items():
+                    own = state[key]
+                    if isinstance(value, Tensor) and isinstance(own, Tensor):
+                        own.copy_(value)
+                    else:
+                        state[key] = value
+
+
+def _memory(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, object]]]:
+    return list(optimizer.state.items())

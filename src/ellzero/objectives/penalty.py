@@ -1,4 +1,7 @@
-"""A fixed price on a cost."""
+"""A fixed price on a cost.
+
+This file knows costs as functions of a `Gated`; it does not know gates, layers or training loops.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from ellzero.objectives.checking import (
     check_callable,
     check_count,
     check_groups,
+    counts_by_module,
     dense_of,
-    function_of,
     name_of,
 )
-from ellzero.objectives.costs import Cost, l0_norm, macs, params
+from ellzero.objectives.costs import Cost, l0_norm, only
 
 
 @final
@@ -52,7 +55,7 @@ class Penalty:
         check_callable("cost", cost)
         self.cost = cost
         self._weights = check_groups("weight", "`weight` must be a non-negative number", weight, lambda x: x >= 0)
-        if None not in self._weights and function_of(cost) in (params, macs):
+        if None not in self._weights and counts_by_module(cost):
             raise ValueError(f"`weight` must be one number for {name_of(cost)}, which counts by module, got {weight!r}")
         self._checked = WeakMemory()
 
@@ -78,7 +81,7 @@ class Penalty:
         if not torch.compiler.is_compiling() and not self._checked.holds(gated):
             self._check_patterns(gated)
             self._checked.keep(gated)
-        return torch.stack([weight * self.cost(gated, only=p) for p, weight in self._weights.items()]).sum()
+        return torch.stack([weight * only(self.cost, p)(gated) for p, weight in self._weights.items()]).sum()
 
     def __repr__(self) -> str:
         return f"Penalty({name_of(self.cost)}, weight={self.weight})"

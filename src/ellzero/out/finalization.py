@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
 from ellzero.gated.module import Gated
-from ellzero.objectives.costs import Cost, dense, floor, params
+from ellzero.objectives.costs import Cost, dense, floor, kept, only, params
 from ellzero.out.compaction import refuse_unfit
 
 
@@ -117,7 +116,7 @@ class _Target:
 
     @property
     def counted(self) -> Cost:
-        return self.cost if self.only is None else partial(self.cost, only=self.only)
+        return only(self.cost, self.only)
 
     @property
     def most(self) -> float:
@@ -138,7 +137,7 @@ class _Target:
 
     def unreachable(self, least: float) -> ValueError:
         where = "" if self.only is None else f" for {self.only!r}"
-        _, layers = floor(self.cost, self.gated, self.only, kept=True)
+        _, layers = floor(kept(self.counted), self.gated)
         return ValueError(
             f"`at_most`{where} must be at least {least:.4g} of the dense cost, what is left with all but the last "
             f"units closed, got {self.fraction:g}" + (f"; it is in {', '.join(layers[:5])}" if layers else "")

@@ -25,7 +25,7 @@ from ellzero.experiments import data
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint, records
 from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.experiments.train.lagrangian import targets
+from ellzero.experiments.train.building import targets
 from ellzero.experiments.train.loop import restore
 from ellzero.gated.module import Gated
 from ellzero.graph.plan import ClosedAxisError

@@ -14,8 +14,12 @@ from torch import Tensor
 import ellzero as l0
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.train.lagrangian import AUTO_FOLDS, AUTO_SPEED, Lagrangian, dual_optimizer, parts, targets
-from ellzero.experiments.train.stack import l2_of_weights
+from ellzero.experiments.train import building
+from ellzero.experiments.train.building import dual_optimizer, parts, targets
+from ellzero.experiments.train.stepping.stack import l2_of_weights
+from ellzero.objectives import lagrangian as core
+from ellzero.objectives.duals import SelfPacedAscent
+from ellzero.objectives.lagrangian import Lagrangian
 
 CPU = torch.device("cpu")
 BEGIN = torch.zeros(())  # of the clock
@@ -33,11 +37,15 @@ def recipe(**changes: Any) -> Recipe:
 def lagrangian(*recipes: Recipe, steps: int = 100) -> Lagrangian:
     these = parts(recipes, GATES)
     dense = [DENSE[str(only)] if cost is l0.l0_norm else 1.0 if cost is l0.l2_norm else 5000.0 for cost, only in these]
-    return Lagrangian(recipes, these, dense, images=50, steps=steps, device=CPU)
+    return building.lagrangian(recipes, these, dense, images=50, steps=steps, device=CPU)
 
 
 def terms(l: Lagrangian, cost: Tensor, clock: float = 0.0) -> Tensor:  # noqa: E741
-    return l.terms(cost, l.gaps(cost, torch.tensor(clock)))
+    return l(cost, torch.tensor(clock))[0]
+
+
+def now(l: Lagrangian, clock: float = 0.0) -> Tensor:  # noqa: E741
+    return core.targets(l.goal, l.warmup, torch.tensor(clock))
 
 
 def test_parts_are_gates_then_modules_then_the_norm_and_each_once() -> None:
@@ -98,8 +106,8 @@ def test_every_run_has_the_constraints_of_its_own_cost() -> None:
     for _ in range(3):  # what is no constraint never binds
         l.ascend(gaps, BEGIN, first=False)
     assert (l.multiplier > 0).tolist() == [[True, False], [True, True], [True, False], [False, False]]
-    assert l.penalty[:3].eq(0).all()
-    torch.testing.assert_close(l.penalty[3], torch.tensor([600.0, 300.0, 100.0, 0, 0, 0]) / 50)
+    assert l.prices[:3].eq(0).all()
+    torch.testing.assert_close(l.prices[3], torch.tensor([600.0, 300.0, 100.0, 0, 0, 0]) / 50)
 
 
 def test_the_norm_of_eq_17_has_half_its_factor_and_no_constraint() -> None:
@@ -117,9 +125,9 @@ def test_the_target_comes_down_from_one_on_a_line_or_by_equal_factors() -> None:
     for dual, way in {"ascent": line, "auto": factors}.items():
         l = lagrangian(r.override(dual=dual), steps=100)  # noqa: E741
         for clock, expected in way.items():
-            torch.testing.assert_close(l.now(torch.tensor(float(clock))), torch.tensor([expected]))
+            torch.testing.assert_close(now(l, float(clock)), torch.tensor([expected]))
     at_once = lagrangian(recipe(at_most=0.2))
-    assert at_once.now(BEGIN).item() == pytest.approx(0.2)
+    assert now(at_once).item() == pytest.approx(0.2)
 
 
 def test_multipliers_are_moved_as_the_recipe_says() -> None:
@@ -139,25 +147,26 @@ def test_the_automatic_controller_fits_the_length_of_the_run() -> None:
     ends = []
     for steps in (10, 1000):
         l = lagrangian(recipe(at_most=0.2, gate_lr=1000.0), steps=steps)  # noqa: E741
-        assert l.dual == l0.duals.ExponentiatedAscent(AUTO_FOLDS / steps)
+        assert l.dual == SelfPacedAscent(steps, gate_lr=1000.0)
         for step in range(steps):
             l.ascend(torch.tensor([[0.05 * 0.2]]), BEGIN, first=step == 0)
         ends.append(l.multiplier.item())
-    assert ends == pytest.approx([0.5 * 1.05**AUTO_FOLDS] * 2, rel=1e-3)
+    assert ends == pytest.approx([0.5 * 1.05**100] * 2, rel=1e-3)
 
 
 def test_the_automatic_controller_waits_for_slow_gates() -> None:
     r = recipe(at_most=0.2, lr=2e-3, gate_lr=1e-2)
-    assert dual_optimizer(r, 1000) == l0.duals.ExponentiatedAscent(AUTO_SPEED * 1e-2)
-    assert dual_optimizer(r.override(gate_lr=None), 1000) == l0.duals.ExponentiatedAscent(AUTO_SPEED * 2e-3)
-    assert dual_optimizer(r, 10**6) == l0.duals.ExponentiatedAscent(AUTO_FOLDS / 10**6)
+    assert dual_optimizer(r, 1000) == SelfPacedAscent(1000, 1e-2)
+    assert SelfPacedAscent(1000, 1e-2).rate == 0.5 * 1e-2
+    assert dual_optimizer(r.override(gate_lr=None), 1000) == SelfPacedAscent(1000, 2e-3)
+    assert SelfPacedAscent(10**6, 1e-2).rate == 100 / 10**6
 
 
 def test_the_automatic_controller_goes_by_the_target_of_the_moment() -> None:
     r = recipe(at_most=0.2, target_warmup=0.5, gate_lr=1000.0)
     l = lagrangian(r, steps=100)  # noqa: E741
     l.ascend(torch.tensor([[0.1]]), torch.tensor(25.0), first=True)
-    assert l.multiplier.item() == pytest.approx(0.5 * (1 + 0.1 / 0.2**0.5) ** (AUTO_FOLDS / 100), rel=1e-5)
+    assert l.multiplier.item() == pytest.approx(0.5 * (1 + 0.1 / 0.2**0.5) ** (100 / 100), rel=1e-5)
     l.ascend(torch.tensor([[-0.1]]), torch.tensor(60.0), first=False)
     assert l.multiplier.item() == 0
 

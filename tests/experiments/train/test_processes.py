@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_resume import GATED, STEPS, WIDE, assert_same_end, bits, leaves, without_seconds
 from torch import Tensor
 
 import ellzero as l0
@@ -32,6 +31,7 @@ from ellzero.experiments.train import building
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train import processes as parallel
 from support import processes
+from support.ends import GATED, STEPS, WIDE, assert_same_end, bits, leaves, without_seconds
 
 CPU = torch.device("cpu")
 SHORT = GATED.override(epochs=2, finetune_epochs=1)

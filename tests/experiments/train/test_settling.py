@@ -13,30 +13,24 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_resume import bits, leaves
-from test_shrinking import begun, doubled, gated_of, images, interrupted, recipe
 
 from ellzero import gates
 from ellzero.cli import main, opening
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train.building import architecture
-from ellzero.experiments.train.lagrangian import COSTS
+from ellzero.experiments.train import events
+from ellzero.experiments.train.building import COSTS, architecture
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs
+from ellzero.objectives.lagrangian import Lagrangian, targets
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import finalize
+from support.ends import bits, leaves
 from support.oracles import assert_same, numel
-
-SETTLING = recipe(
-    "wrn-10-1", placement="blocks", penalty=None, cost="l0_norm", at_most={f"blocks.{k}.conv1": 0.3 for k in range(3)},
-    dual="ascent", dual_lr=1.0, gate_lr=1.0, epochs=5, shrink_at=(), settle_at=2, shrink_multiple=4, l2=5e-4,
-    l2_gated_factor=0.5, optimizer="sgd", lr=0.05, nesterov=True, milestones=(4,), decay=0.1, augment=True, ema=0.5,
-    recalibrate=True,
-)  # fmt: skip
+from support.shrunk import SETTLING, begun, doubled, gated_of, images, interrupted, recipe
 
 
 def scattered(trainer: Trainer) -> Gated:
@@ -66,10 +60,10 @@ def test_a_network_that_settles_is_the_finalised_one(case: str) -> None:
     had = {name: cost(gated, kept=True).item() / costs.dense(cost, gated) for name, cost in COSTS.items()}
     if r.at_most is not None:
         finalize(expected, r.at_most, COSTS[r.cost], fill=True)
-    x = trainer.supply.scaled(images(r.data).test_x).double()
+    x = trainer.live.supply.scaled(images(r.data).test_x).double()
     before = expected.eval()(x)
-    trainer.settle()
-    assert trainer.tuning
+    events.settle(trainer.live)
+    assert trainer.live.step.fixed
     assert trainer.event is not None
     assert trainer.event["settled"]
     assert trainer.event["expected"] == pytest.approx(noisy, rel=1e-6)
@@ -107,10 +101,10 @@ def test_after_settling_the_weights_train_alone_and_by_the_schedule(run: Trainer
     assert [h["tuning"] for h in run.history] == [False, True, True, True, True]
     assert [("shrunk" in h) for h in run.history] == [False, True, False, False, False]
     assert len({tuple(h["open"].values()) for h in run.history[1:]}) == 1
-    assert [group["lr"] for group in run.optimizer.param_groups if group["rate"] == 0.05] == pytest.approx(
-        [0.005] * sum(group["rate"] == 0.05 for group in run.optimizer.param_groups)
+    assert [group["lr"] for group in run.live.optimizer.param_groups if group["rate"] == 0.05] == pytest.approx(
+        [0.005] * sum(group["rate"] == 0.05 for group in run.live.optimizer.param_groups)
     )
-    counted = [group for group in run.optimizer.param_groups if group["by_eq_17"]]
+    counted = [group for group in run.live.optimizer.param_groups if group["by_eq_17"]]
     assert counted
     assert all(group["weight_decay"] == 5e-4 * 0.5 for group in counted)
     (result,) = run.results()
@@ -126,28 +120,28 @@ def test_the_average_is_of_the_settled_network_alone(run: Trainer) -> None:
     trainer = Trainer([SETTLING], images("cifar10"))
     scattered(trainer)
     list(trainer.train_epoch())
-    for name, value in trainer.values().items():  # not yet
+    for name, value in trainer.live.values().items():  # not yet
         assert torch.equal(value, trainer.runs.values()[name])
     list(trainer.train_epoch())
-    assert trainer.tuning
-    for name, value in trainer.values().items():
+    assert trainer.live.step.fixed
+    for name, value in trainer.live.values().items():
         assert torch.equal(value, trainer.runs.values()[name])
     seen = []
     for _ in range(2):
         for _ in trainer.train_epoch():
             seen.append({n: v.detach().clone() for n, v in trainer.runs.values().items()})
     weights = [0.5 ** (len(seen) - k) for k in range(len(seen))]
-    for name, value in trainer.values().items():
+    for name, value in trainer.live.values().items():
         by_hand = sum(w * v[name] for w, v in zip(weights, seen, strict=True)) / sum(weights)
         torch.testing.assert_close(value, by_hand, rtol=1e-5, atol=1e-6)
-    assert run.averaging
+    assert run.live.average.active
 
 
 def test_where_gates_settle_at_the_end_there_is_nothing_to_average() -> None:
     trainer = train([SETTLING.override(epochs=2)], images("cifar10"))
-    assert trainer.tuning
+    assert trainer.live.step.fixed
     assert trainer.history[-1]["error_without"].keys() == {"recalibration"}
-    for name, value in trainer.values().items():
+    for name, value in trainer.live.values().items():
         assert torch.equal(value, trainer.runs.values()[name])
 
 
@@ -160,16 +154,16 @@ def test_a_look_gathers_statistics_of_the_average_and_leaves_those_of_training()
     before = {n: b.clone() for n, b in trainer.runs.template.named_buffers()}
     seen = trainer.evaluate()
     assert all(torch.equal(b, before[n]) for n, b in trainer.runs.template.named_buffers())
-    by_hand = copy.deepcopy(trainer.runs.network(0, trainer.values())).eval()
+    by_hand = copy.deepcopy(trainer.runs.network(0, trainer.live.values())).eval()
     for module in by_hand.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.reset_running_stats()
             module.momentum = None
             module.train()
     with torch.no_grad():
-        for index in trainer.supply.epoch(trainer.epoch)[0]:
-            by_hand(trainer.supply.batch(index)[0][0])
-        logits = by_hand.eval()(trainer.supply.scaled(trainer.data.test_x))
+        for index in trainer.live.supply.epoch(trainer.epoch)[0]:
+            by_hand(trainer.live.supply.batch(index)[0][0])
+        logits = by_hand.eval()(trainer.live.supply.scaled(trainer.data.test_x))
     wrong = float((logits.argmax(1) != trainer.data.test_y).float().mean())
     assert seen["error"].item() == pytest.approx(100 * wrong)
     trainer.recalibrate()  # the same, for good
@@ -207,7 +201,7 @@ def test_an_unfinished_run_is_evaluated_as_its_records_are(
     (found,) = json.loads(capsys.readouterr().out)["networks"]
     seen = trainer.evaluate()["error"].item()
     assert found["error"] == found["error_compact"] == seen
-    logits = trainer.network(0)(trainer.supply.scaled(trainer.data.test_x))
+    logits = trainer.network(0)(trainer.live.supply.scaled(trainer.data.test_x))
     assert 100 * (logits.argmax(1) != trainer.data.test_y).double().mean() != seen  # as training has them
     assert main(["compact", str(tmp_path / "run")]) == 0
     assert "the run is not finished: batch-norm statistics are those of training" in capsys.readouterr().err
@@ -273,7 +267,7 @@ def test_a_layer_that_is_closed_when_the_gates_settle_is_not_lost_for_good(name:
             members["network.gates.fc1.log_alpha"][16:] = -8
             members["network.gates.conv2.log_alpha"][:1] = -8
     list(trainer.train_epoch())
-    assert trainer.tuning
+    assert trainer.live.step.fixed
     network = cast(Gated, trainer.network(0))
     compact(network)  # refuses where a layer is closed as a whole
     left = architecture(network)
@@ -291,17 +285,21 @@ def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> 
         ).lagrangian
         for n in (2, 200)
     )
-    assert repr(short.dual) == repr(long.dual)
+
+    def now(l: Lagrangian, step: float) -> torch.Tensor:  # noqa: E741
+        return targets(l.goal, l.warmup, torch.tensor(step))
+
+    assert short.dual == long.dual
     for step in (0.0, 1.0, 2.0, 4.0):
-        assert torch.equal(short.now(torch.tensor(step)), long.now(torch.tensor(step)))
-    assert long.now(torch.tensor(2.0)).item() == pytest.approx(0.2)  # half of the four steps
+        assert torch.equal(now(short, step), now(long, step))
+    assert now(long, 2.0).item() == pytest.approx(0.2)  # half of the four steps
 
 
 @pytest.mark.parametrize("change", [{"samples": 3}, {"extra_gradient": True}])
 def test_gates_that_have_settled_are_not_drawn_and_so_not_more_than_once(change: dict[str, Any]) -> None:
     trainer = Trainer([SETTLING.override(**change)], images("cifar10"))
     calls = []
-    gated_of(trainer).model.register_forward_hook(lambda *_: calls.append(trainer.tuning))
+    gated_of(trainer).model.register_forward_hook(lambda *_: calls.append(trainer.live.step.fixed))
     for _ in range(3):
         list(trainer.train_epoch())
     assert calls == [False] * (4 * change.get("samples", 2)) + [True] * 2

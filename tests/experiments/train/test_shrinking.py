@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-import signal
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,117 +18,29 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_resume import bits, leaves, without_seconds
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.papers import get
-from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.building import architecture
-from ellzero.experiments.train.loop import Stopped, restore, train
+from ellzero.experiments.train.loop import restore, train
+from ellzero.experiments.train.policy import Policy, refuse
+from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
-from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
 from ellzero.graph.plan import make_plan
+from ellzero.objectives import costs
 from ellzero.out import shrinking
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import finalize
 from support import processes
+from support.ends import bits, leaves, without_seconds
 from support.fuzz import Drawn, drawn_networks
 from support.oracles import assert_same, numel, settled
+from support.shrunk import RUNS, WRN, begun, close, doubled, gated_of, images, interrupted, losses, recipe
 from support.zoo import LeNet
-
-
-@cache
-def images(name: str, device: str = "cpu") -> Dataset:
-    return stand_in(name, images=32, device=device)
-
-
-def recipe(network: str, **changes: Any) -> Recipe:
-    basis: dict[str, Any] = {
-        "name": "small", "network": network, "data": "cifar10" if network.startswith("wrn") else "mnist5k",
-        "drop_rates": {"*": 0.1}, "batch": 16, "epochs": 3, "lr": 1e-3, "gate_lr": 1e-2,
-        "shrink_at": (1,), "shrink_checks": 1, "shrink_multiple": 1, "shrink_gain": 0.0,
-    }  # fmt: skip
-    if "at_most" not in changes:
-        basis["penalty"] = 0.1
-    return Recipe(**basis | changes)
-
-
-def gated_of(trainer: Trainer) -> Gated:
-    return cast(Gated, trainer.runs.template.network)
-
-
-def close(gated: Gated, closed: dict[str, list[int]]) -> None:
-    for name, gate in gated.named_gates():
-        mask = torch.zeros(gate.shape, dtype=torch.bool, device=next(gate.parameters()).device)
-        mask[closed.get(name, [])] = True
-        gate.close_(mask)
-
-
-def doubled(r: Recipe, closed: dict[str, list[int]]) -> Trainer:
-    """A trainer that computes in float64, with some gates closed from the beginning."""
-    trainer = in_float64(Trainer([r], images(r.data)))
-    close(gated_of(trainer), closed)
-    return trainer
-
-
-def in_float64(trainer: Trainer) -> Trainer:
-    batch = trainer.supply.batch
-
-    def exact(index: Tensor) -> tuple[Tensor, Tensor]:
-        x, y = batch(index)
-        return x.double(), y
-
-    trainer.supply.batch = exact  # type: ignore[method-assign]
-    trainer.runs.double()
-    trainer.average = {name: value.double() for name, value in trainer.average.items()}
-    dual = trainer.lagrangian
-    dual.penalty, dual.member, dual.target = dual.penalty.double(), dual.member.double(), dual.target.double()
-    dual.multiplier = dual.multiplier.double()
-    dual.memory = {name: value.double() for name, value in dual.memory.items()}
-    trainer._restart()  # what a compiled step must know beforehand is known for a dtype
-    return trainer
-
-
-def losses(trainer: Trainer, epochs: int) -> list[float]:
-    return [float(loss) for _ in range(epochs) for loss in trainer.train_epoch()]
-
-
-WRN = {"blocks.0.conv1": [0, 3, 4, 5, 11], "blocks.1.conv1": [*range(20)], "blocks.2.conv1": [63]}
-WRN_UNITS = {"blocks.0.conv1": 5, "blocks.1.conv1": 20, "blocks.2.conv1": 1}
-MAPS = {"conv1": [0, 1, 2, 7], "conv2": [4, 5, 49]}
-# The gates of a map's positions are closed as well: where the map is gone, so are they.
-POSITIONS = {**MAPS, "fc1": [16 * u + k for u in (4, 5, 49) for k in range(16)] + [3], "fc2": [*range(100, 400)]}
-SGD = {"optimizer": "sgd", "lr": 0.05, "gate_lr": 1.0}
-RUNS: dict[str, tuple[Recipe, dict[str, list[int]], dict[str, int]]] = {
-    "wide, nesterov, eq. 17, average": (
-        recipe("wrn-10-1", placement="blocks", nesterov=True, l2=5e-3, l2_gated_factor=1.5, ema=0.9, **SGD),
-        WRN, WRN_UNITS,
-    ),
-    "wide, adam, constraints": (
-        recipe("wrn-10-1", at_most={"blocks.*": 0.5}, dual="ascent", dual_lr=0.1), WRN, WRN_UNITS
-    ),
-    "wide, sgd, eq. 17 without gates, kept macs": (
-        recipe("wrn-10-1", placement="blocks", l2=5e-3, detach_l2=True, cost="macs", at_most=0.3, on="kept", **SGD),
-        WRN, WRN_UNITS,
-    ),
-    "per layer, adam, average": (
-        recipe("lenet5", placement="per_layer", ema=0.9, samples=2),
-        POSITIONS, {"conv1": 4, "conv2": 3, "fc1": 300},
-    ),
-    "shrinkable, sgd, params": (
-        recipe("lenet5", cost="params", at_most=0.3, **SGD),
-        {**MAPS, "fc1": [*range(99)]}, {"conv1": 4, "conv2": 3, "fc1": 99},
-    ),
-    "perceptron, extra-gradient": (
-        recipe("lenet300", placement="per_layer", at_most=0.5, dual="nupi", kp=0.5, dual_lr=0.1, extra_gradient=True),
-        {"fc1": [0, 500], "fc2": [*range(0, 300, 2)], "fc3": [7]}, {"fc1": 150, "fc2": 1},
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", RUNS)
@@ -157,19 +67,21 @@ def test_a_shrink_of_closed_units_changes_nothing_but_rounding(case: str) -> Non
     assert small.runs.values().keys() == values.keys()
     for name, value in small.runs.values().items():
         same(name, value.detach(), values[name].detach())
-        ours, theirs = (dict(t.optimizer.state[t.runs.values()[name]]) for t in (small, whole))  # type: ignore[index]
+        ours, theirs = (dict(t.live.optimizer.state[t.runs.values()[name]]) for t in (small, whole))  # type: ignore[index]
         assert ours.keys() == theirs.keys() != set()
         for key, remembered in ours.items():
             same(name if remembered.ndim else "", remembered, theirs[key])  # Adam counts its steps
         if r.ema is not None:
-            same(name, small.average[name], whole.average[name])
+            same(name, small.live.average.tensors[name], whole.live.average.tensors[name])
     for name, buffer in gated.model.named_buffers():
         same(f"network.model.{name}", buffer.double(), gated_of(whole).model.get_buffer(name).double())
-    torch.testing.assert_close(small.lagrangian.multiplier, whole.lagrangian.multiplier, rtol=1e-9, atol=1e-12)
-    assert bool((small.lagrangian.multiplier > 0).all()) == (r.at_most is not None)
-    for method in ("costs", "watched", "counts"):
-        ours, theirs = (t.runs.evaluate(method, values=t.values()) for t in (small, whole))
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=method)
+    torch.testing.assert_close(
+        small.live.lagrangian.multiplier, whole.live.lagrangian.multiplier, rtol=1e-9, atol=1e-12
+    )
+    assert bool((small.live.lagrangian.multiplier > 0).all()) == (r.at_most is not None)
+    for method in (Objective.costs, Objective.watched, Objective.counts):
+        ours, theirs = (t.runs.evaluate(method, values=t.live.values()) for t in (small, whole))
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=method.__name__)
     # What is closed stays closed, in the average as in the parameters.
     network, gone = cast(Gated, small.network(0)), torch.as_tensor(gated.gone())
     assert int(gone.sum()) >= sum(removed.values())
@@ -180,31 +92,28 @@ def test_a_shrink_of_closed_units_changes_nothing_but_rounding(case: str) -> Non
 
 
 def test_widths_are_rounded_where_that_pays() -> None:
-    trainer = Trainer([recipe("lenet5", shrink_multiple=None)], images("mnist5k"))
-    assert trainer._multiple == 1
-    trainer.device = torch.device("cuda")  # it is asked for nothing else
-    assert trainer._multiple == 32
-    assert Trainer([recipe("lenet5", shrink_multiple=8)], images("mnist5k"))._multiple == 8
+    r = recipe("lenet5", shrink_multiple=None)
+    assert Policy(r, images=32).multiple == 1
+    assert Policy(r, images=32, on_gpu=True).multiple == 32
+    assert Policy(r.override(shrink_multiple=8), images=32, on_gpu=True).multiple == 8
 
 
 def test_an_event_must_save_more_steps_than_compiling_takes() -> None:
     """Epochs have two steps. On a GPU a step is compiled that is taken 2,500 / 0.13 times, or more."""
 
-    def worth(gain: float, at: int, left: int, device: str = "cpu", **changes: Any) -> bool:
+    def worth(gain: float, at: int, left: int, on_gpu: bool = False, **changes: Any) -> bool:
         r = recipe("wrn-10-1", epochs=at + left, shrink_at=(at,), **changes)
-        trainer = Trainer([r], images("cifar10"))
-        trainer.device, trainer.epoch = torch.device(device), at  # nothing is computed: it is taken up there
-        return trainer._worth_it(gain)
+        return Policy(r, images=32, on_gpu=on_gpu).worth_it(gain, at)
 
     assert worth(0.26, 5, 5000, compile=True)  # of 10,000 steps
     assert not worth(0.24, 5, 5000, compile=True)
     assert worth(0.01, 5, 5000)  # a CPU compiles nothing
     assert not worth(0.0, 5, 5000)
-    assert worth(0.11, 5, 12_000, "cuda")  # compiled anew
-    assert not worth(0.10, 5, 12_000, "cuda")
-    assert worth(0.14, 12_000, 5000, "cuda")  # compiled before, and not again: as it is, it is slower by 0.13
-    assert not worth(0.12, 12_000, 5000, "cuda")
-    assert worth(0.01, 5, 5000, "cuda")  # never compiled
+    assert worth(0.11, 5, 12_000, on_gpu=True)  # compiled anew
+    assert not worth(0.10, 5, 12_000, on_gpu=True)
+    assert worth(0.14, 12_000, 5000, on_gpu=True)  # compiled before, and not again: as it is, it is slower by 0.13
+    assert not worth(0.12, 12_000, 5000, on_gpu=True)
+    assert worth(0.01, 5, 5000, on_gpu=True)  # never compiled
 
 
 def test_an_event_that_no_step_follows_is_skipped() -> None:
@@ -431,7 +340,7 @@ def test_a_gate_must_be_closed_at_so_many_checks_in_a_row() -> None:
     assert [e and e["removed"] for e in events] == [None] * 3 + [{"fc1": 1, "fc2": 0}, None, {"fc1": 1, "fc2": 0}]
     assert np.array_equal(np.flatnonzero(gated.gone()), [1, 3])
     assert [h["open"]["fc1"] for h in trainer.history] == [297, 298, 297, 298, 298, 298]
-    assert trainer.closed_for[[1, 2, 3]].tolist() == [6, 0, 4]
+    assert trainer.live.closed_for[[1, 2, 3]].tolist() == [6, 0, 4]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -444,7 +353,7 @@ def test_a_gate_that_is_gone_does_not_open_again(optimizer: str) -> None:
     steps = trainer.train_epoch()
     next(steps)
     next(steps)  # the last before the event
-    known = trainer.optimizer.state[gate.log_alpha]
+    known = trainer.live.optimizer.state[gate.log_alpha]
     known["exp_avg" if optimizer == "adam" else "momentum_buffer"][:10] = -1.0  # by 10, ten times a step
     list(steps)
     assert trainer.event is not None
@@ -485,18 +394,6 @@ SHRINKING = recipe(
 )  # fmt: skip
 
 
-def begun(r: Recipe, path: Path) -> Folder:
-    """A run before its first step, with gates in all states."""
-    folder = Folder.create(path, [r])
-    trainer = Trainer([r], images(r.data))
-    for _, gate in gated_of(trainer).named_gates():
-        n = gate.shape.numel()
-        with torch.no_grad():
-            gate.log_alpha.copy_(torch.tensor([7 * (5 * k % n) / n - 4 for k in range(n)]))  # type: ignore[operator]
-    trainer.save(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     folder = begun(SHRINKING, tmp_path_factory.mktemp("shrunk") / "run")
@@ -530,9 +427,9 @@ def test_a_run_that_shrinks_counts_against_the_network_of_its_recipe(shrunk: Tra
         layers: list[Any] = [net.get_submodule(name) for net in (live, small)]
         assert layers[0].weight.shape[0] == width
         assert layers[1].weight.shape[0] == result["architecture"][name] <= width
-    x = shrunk.supply.scaled(images("cifar10").test_x)
+    x = shrunk.live.supply.scaled(images("cifar10").test_x)
     logits = gated(x)
-    assert_same(shrunk.runs.evaluate("logits", x, values=shrunk.values())[0], logits, 1e-5)
+    assert_same(shrunk.runs.evaluate(Objective.logits, x, values=shrunk.live.values())[0], logits, 1e-5)
     assert_same(small.eval()(x), logits, 1e-5)
     assert (logits.argmax(1) != images("cifar10").test_y).double().mean() * 100 == result["error_last"]
 
@@ -549,39 +446,6 @@ def test_a_checkpoint_after_a_shrink_goes_on_to_the_bit(steps: int, shrunk: Trai
         assert torch.equal(compact(cast(Gated, seen.network(0)))(x), compact(cast(Gated, again.network(0)))(x))
 
 
-def interrupted(folder: Folder, steps: int, whole: Trainer) -> Trainer:
-    """The run of a folder, stopped after so many steps and taken up again: to the bit the one that was not."""
-    with pytest.raises(Stopped):
-        train(folder.recipes, images("cifar10"), folder, watchers=[Stop(steps)])
-    again = train(folder.recipes, images("cifar10"), folder)
-    ours, theirs = dict(leaves(again.state())), dict(leaves(whole.state()))
-    free = {name for name in ours if ".random." in name or name == ".seconds"}
-    assert [n for n in {**ours, **theirs} if n not in free and bits(ours.get(n)) != bits(theirs.get(n))] == []
-    assert without_seconds(again.history) == without_seconds(whole.history) == without_seconds(folder.history())
-    assert without_seconds(folder.results()) == without_seconds(whole.results())
-    return again
-
-
-class Stop(AbstractWatcher):
-    """Ctrl-C after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
-        pass
-
-    def step(self, done: int) -> None:
-        if done == self.steps:
-            signal.raise_signal(signal.SIGINT)
-
-    def note(self, records: list[dict[str, Any]]) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-
 def test_a_larger_state_is_refused(shrunk: Trainer) -> None:
     with pytest.raises(ValueError, match="load it into a new trainer"):
         shrunk.load(Trainer([SHRINKING], images("cifar10")).state())
@@ -596,7 +460,7 @@ def test_stacks_are_refused() -> None:
     for change in ({}, {"shrink_at": (), "channels_last": True}):
         r = recipe("lenet300", **change)
         with pytest.raises(ValueError, match="cannot be in a stack"):
-            Trainer([r, r.override(seed=1)], images("mnist5k"))
+            refuse([r, r.override(seed=1)], images=32, ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -648,7 +512,7 @@ def test_gates_on_blocks_are_those_of_the_papers() -> None:
     inputs = [16, *hidden[:-1]]  # what comes into a block is what the one before gave
     for number, (name, width) in enumerate(sizes.items()):
         weights = width * inputs[number] * 9
-        assert l0.dense(l0.l0_norm, gated, only=name) == weights
+        assert l0.dense(costs.only(l0.l0_norm, name), gated) == weights
     for name in ("gallego-wrn-20-cifar10", "louizos-wrn-0.001-cifar100"):
         assert get(name).placement == "blocks"
     (placement,) = [p for p in gated.placements if p.name == "blocks.4.conv1"]
@@ -659,7 +523,7 @@ def test_channels_last_gives_the_same_and_stays_when_it_shrinks(tmp_path: Path) 
     r = SHRINKING.override(epochs=3, shrink_at=(2,), finalize=False, finetune_epochs=0)
     last = r.override(channels_last=True)
     trainers = [Trainer([x], images("cifar10")) for x in (r, last)]
-    x = [t.supply.batch(t.supply.epoch(0)[0][0])[0] for t in trainers]
+    x = [t.live.supply.batch(t.live.supply.epoch(0)[0][0])[0] for t in trainers]
     assert torch.equal(*x)
     assert x[1][0].is_contiguous(memory_format=torch.channels_last)
     assert not x[0][0].is_contiguous(memory_format=torch.channels_last)
@@ -673,8 +537,8 @@ def test_channels_last_gives_the_same_and_stays_when_it_shrinks(tmp_path: Path) 
     def all_last(trainer: Trainer) -> None:
         for name, p in trainer.runs.values().items():
             if p.ndim == 4 and p.shape[1] > 1:
-                known = [t for t in trainer.optimizer.state[p].values() if t.ndim]  # type: ignore[index]
-                for tensor in (p, trainer.average[name], *known):
+                known = [t for t in trainer.live.optimizer.state[p].values() if t.ndim]  # type: ignore[index]
+                for tensor in (p, trainer.live.average.tensors[name], *known):
                     assert tensor.is_contiguous(memory_format=torch.channels_last), name
 
     all_last(whole)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.experiments.train.stack import WATCHED, Objective, Runs, l2_of_weights
+from ellzero.experiments.train.stepping.stack import WATCHED, Objective, Runs, l2_of_weights
+from ellzero.objectives import costs
 
 SIZE = 3
 
@@ -142,7 +143,7 @@ def test_norms_are_as_they_are_and_one_of_them_leaves_the_gates_alone() -> None:
 def test_open_gates_are_counted_by_set(size: int) -> None:
     runs = Runs([objective(seed) for seed in range(size)])
     expected = [[int(gate.open().sum()) for _, gate in gated(seed).named_gates()] for seed in range(size)]
-    assert runs.evaluate("counts").tolist() == expected
+    assert runs.evaluate(Objective.counts).tolist() == expected
     assert expected[0] != [8, 6, 4]
     assert sum(expected[0]) > 0
 
@@ -161,16 +162,16 @@ def test_a_stack_evaluates_as_each_run_does_alone() -> None:
     x = batch()[0][0]
     stack = Runs([objective(seed) for seed in range(SIZE)]).eval()
     nets = [gated(seed).eval() for seed in range(SIZE)]
-    close(stack.evaluate("logits", x), torch.stack([n(x) for n in nets]))
+    close(stack.evaluate(Objective.logits, x), torch.stack([n(x) for n in nets]))
     names = [name for name, _ in nets[0].named_gates()]
     kept = [
-        [float(l0.l0_norm(n, kept=True, only=g)) / l0.dense(l0.l0_norm, n, g) for g in names]
+        [float(l0.l0_norm(n, kept=True, only=g)) / l0.dense(costs.only(l0.l0_norm, g), n) for g in names]
         + [float(l0.macs(n, kept=True)) / l0.dense(l0.macs, n)]
         for n in nets
     ]
-    close(stack.evaluate("kept"), torch.tensor(kept, dtype=torch.float64))
+    close(stack.evaluate(Objective.kept), torch.tensor(kept, dtype=torch.float64))
     watched = [[[c(n, kept=k).item() / l0.dense(c, n) for c in WATCHED] for k in (False, True)] for n in nets]
-    close(stack.evaluate("watched"), torch.tensor(watched, dtype=torch.float64))
+    close(stack.evaluate(Objective.watched), torch.tensor(watched, dtype=torch.float64))
     assert kept[0] != kept[1] != kept[2]
 
 
@@ -180,7 +181,7 @@ def test_other_values_can_be_evaluated_and_leave_the_runs_alone(size: int) -> No
     runs = Runs([objective(seed) for seed in range(size)]).eval()
     before = {n: v.clone() for n, v in runs.values().items()}
     others = Runs([objective(seed + 10) for seed in range(size)]).values()
-    got = runs.evaluate("logits", x, values={n: v.detach() for n, v in others.items()})
+    got = runs.evaluate(Objective.logits, x, values={n: v.detach() for n, v in others.items()})
     close(got, torch.stack([gated(seed + 10).eval()(x) for seed in range(size)]))
     assert all(torch.equal(v, before[n]) for n, v in runs.values().items())
 

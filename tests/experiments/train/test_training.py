@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -19,39 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.experiments.data import Dataset, load, scaled
+from ellzero.experiments.data import scaled
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train import evaluation, events
 from ellzero.experiments.train.building import architecture, build
 from ellzero.experiments.train.loop import train
+from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.objectives import duals
-
-CPU = torch.device("cpu")
-TRAIN, BATCH = 250, 50
-
-
-@cache
-def data() -> Dataset:
-    whole = load("mnist5k")
-    train_x, train_y = whole.train_x[:TRAIN], whole.train_y[:TRAIN]
-    return replace(whole, train_x=train_x, train_y=train_y, test_x=whole.test_x[:100], test_y=whole.test_y[:100])
-
-
-def recipe(**changes: Any) -> Recipe:
-    basis: dict[str, Any] = {
-        "name": "tiny", "network": "lenet300", "data": "mnist5k", "batch": BATCH, "epochs": 1,
-        "lr": 1e-3, "gate_lr": 1e-2,
-    }  # fmt: skip
-    if changes.get("placement", "") is not None and "at_most" not in changes:
-        basis["penalty"] = 0.1
-    return Recipe(**basis | changes)
-
-
-def trained(*recipes: Recipe) -> Trainer:
-    trainer = Trainer(recipes, data())
-    for _ in range(recipes[0].epochs):
-        list(trainer.train_epoch())
-    return trainer
+from support.trained import BATCH, CPU, TRAIN, data, recipe, same, set_open, trained
 
 
 def to_the_end(trainer: Trainer) -> None:
@@ -91,26 +65,6 @@ def by_hand(
         path.append({n: p.detach().clone() for n, p in named.items()})
         losses.append(loss.item())
     return net, path, losses
-
-
-def same(trainer: Trainer, expected: dict[str, Tensor], run: int = 0, atol: float = 2e-5) -> None:
-    """Equal to rounding, as far as Adam lets it be: it divides by the gradient's size, so a gradient that is nothing
-    but rounding becomes a step. What is allowed is a fiftieth of a step.
-    """
-    values = trainer.runs.values()
-    assert {n.removeprefix("network.") for n in values} == set(expected)
-    for name, value in values.items():
-        mine = value.detach() if trainer.runs.size == 1 else value[run].detach()
-        torch.testing.assert_close(mine, expected[name.removeprefix("network.")], rtol=1e-5, atol=atol, msg=name)
-
-
-def set_open(gated: l0.Gated, closed: dict[str, list[int]]) -> None:
-    """Closes these gates, and opens all others."""
-    with torch.no_grad():
-        for name, gate in gated.named_gates():
-            shut = torch.zeros(gate.shape, dtype=torch.bool)
-            shut[closed.get(name, [])] = True
-            gate.log_alpha.copy_(torch.where(shut, -10.0, 10.0))  # type: ignore[operator]
 
 
 # ---- the objective --------------------------------------------------------------------------------------------------
@@ -169,9 +123,11 @@ def test_a_constraint_is_that_of_the_plain_loop(case: str) -> None:
     _, path, _ = by_hand(r, constraint, constraint.ascend)
     trainer = trained(r)
     assert constraint.multiplier.max() > 0.05, "a constraint that does nothing shows nothing"
-    torch.testing.assert_close(trainer.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5)
-    for name in trainer.lagrangian.memory:
-        ours, theirs = trainer.lagrangian.memory[name][0], constraint.get_buffer(f"_dual_{name}").float()
+    torch.testing.assert_close(
+        trainer.live.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5
+    )
+    for name in trainer.live.lagrangian.memory:
+        ours, theirs = trainer.live.lagrangian.memory[name][0], constraint.get_buffer(f"_dual_{name}").float()
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     same(trainer, path[-1], atol=1e-3)  # a hundredth of a step of the gates
 
@@ -186,7 +142,7 @@ def test_multipliers_follow_the_kept_cost_where_they_are_told_to() -> None:
             for _, gate in gated.named_gates():
                 gate.log_alpha.clamp_(-3, 3)  # closed and open at test time, and in expectation neither
         next(trainer.train_epoch())
-        return trainer.lagrangian.multiplier.item()
+        return trainer.live.lagrangian.multiplier.item()
 
     kept = (784 * 150 + 150 * 50 + 50 * 10) / (784 * 300 + 300 * 100 + 100 * 10)
     assert first_multiplier("kept") == pytest.approx(kept - 0.1, rel=1e-5)
@@ -197,7 +153,7 @@ def test_the_target_comes_down_on_a_line() -> None:
     """With gates that stand still the multiplier is a sum of known gaps."""
     r = recipe(at_most=0.2, dual="ascent", dual_lr=1.0, restarts=False, gate_lr=1e-12, target_warmup=0.75, epochs=2)
     trainer = Trainer([r], data())
-    cost = float(trainer.runs.evaluate("watched")[0, 0, 0])
+    cost = float(trainer.runs.evaluate(Objective.watched)[0, 0, 0])
     steps, multiplier = 0.75 * 10, 0.0
     seen: list[float] = []
     for _ in range(2):
@@ -205,7 +161,7 @@ def test_the_target_comes_down_on_a_line() -> None:
             target = max(0.2, 1 - (1 - 0.2) * len(seen) / steps)
             multiplier = max(0.0, multiplier + cost - target)
             seen.append(multiplier)
-            assert trainer.lagrangian.multiplier.item() == pytest.approx(multiplier, abs=1e-5)
+            assert trainer.live.lagrangian.multiplier.item() == pytest.approx(multiplier, abs=1e-5)
     assert len(seen) == 10
     assert seen[0] == 0 < seen[-1]
 
@@ -264,19 +220,22 @@ def test_a_run_in_a_stack_is_the_run_alone() -> None:
     for run, r in enumerate(several):
         alone = trained(r)
         same(stack, {n.removeprefix("network."): v.detach() for n, v in alone.runs.values().items()}, run)
-        constraints = len(alone.lagrangian.multiplier[0])
+        constraints = len(alone.live.lagrangian.multiplier[0])
         torch.testing.assert_close(
-            stack.lagrangian.multiplier[run, :constraints], alone.lagrangian.multiplier[0], rtol=1e-4, atol=1e-5
+            stack.live.lagrangian.multiplier[run, :constraints],
+            alone.live.lagrangian.multiplier[0],
+            rtol=1e-4,
+            atol=1e-5,
         )
-        assert not stack.lagrangian.multiplier[run, constraints:].any()
-        for name, value in alone.values().items():
-            torch.testing.assert_close(stack.values()[name][run], value, rtol=1e-5, atol=2e-5)
+        assert not stack.live.lagrangian.multiplier[run, constraints:].any()
+        for name, value in alone.live.values().items():
+            torch.testing.assert_close(stack.live.values()[name][run], value, rtol=1e-5, atol=2e-5)
         for key, value in alone.evaluate().items():
             torch.testing.assert_close(ours[key][run], value[0], rtol=1e-4, atol=1e-4)
-        x = alone.supply.scaled(data().test_x)
+        x = alone.live.supply.scaled(data().test_x)
         torch.testing.assert_close(stack.network(run)(x), alone.network(0)(x), rtol=1e-3, atol=1e-3)
-    assert stack.lagrangian.multiplier[0, 0] > 0
-    assert not stack.lagrangian.multiplier[2].any()
+    assert stack.live.lagrangian.multiplier[0, 0] > 0
+    assert not stack.live.lagrangian.multiplier[2].any()
     fc1 = stack.runs.values()["network.model.fc1.weight"]
     assert not torch.allclose(fc1[0], fc1[1], atol=1e-2)  # another seed, another run
 
@@ -293,18 +252,18 @@ def test_recipes_that_cannot_share_a_stack_are_refused() -> None:
 def test_an_epoch_is_a_function_of_seed_and_epoch() -> None:
     a, b = recipe(seed=1, samples=2), recipe(seed=2, samples=2)
     stack, alone = Trainer([a, b], data()), Trainer([b], data())
-    order, noise = stack.supply.epoch(stack.epoch)
+    order, noise = stack.live.supply.epoch(stack.epoch)
     assert order.shape == (5, 2, BATCH)
     assert noise.shape == (5, 2, 2, 300 + 100)  # steps, runs, draws, gates
     for run in range(2):
         assert sorted(order[:, run].flatten().tolist()) == list(range(TRAIN))
     torch.rand(3)  # torch's own generator has no part in it
-    for ours, theirs in zip((order, noise), alone.supply.epoch(alone.epoch), strict=True):
+    for ours, theirs in zip((order, noise), alone.live.supply.epoch(alone.epoch), strict=True):
         assert torch.equal(ours[:, 1:], theirs)
         assert not torch.equal(ours[:, 0], ours[:, 1])
-    alone.epoch = 1
-    assert not torch.equal(alone.supply.epoch(alone.epoch)[0], order[:, 1:])
-    assert not torch.equal(alone.supply.epoch(alone.epoch)[1], noise[:, 1:])
+    alone.live.epoch = 1
+    assert not torch.equal(alone.live.supply.epoch(alone.epoch)[0], order[:, 1:])
+    assert not torch.equal(alone.live.supply.epoch(alone.epoch)[1], noise[:, 1:])
 
 
 def test_a_run_goes_on_where_it_was_left_in_the_middle_of_an_epoch() -> None:
@@ -318,9 +277,9 @@ def test_a_run_goes_on_where_it_was_left_in_the_middle_of_an_epoch() -> None:
     rest = torch.cat(list(steps))
     assert len(rest) == 3
     assert torch.equal(torch.cat(list(second.train_epoch())), rest)
-    assert torch.equal(second.lagrangian.multiplier, first.lagrangian.multiplier)
-    for name, value in first.values().items():
-        assert torch.equal(second.values()[name], value), name
+    assert torch.equal(second.live.lagrangian.multiplier, first.live.lagrangian.multiplier)
+    for name, value in first.live.values().items():
+        assert torch.equal(second.live.values()[name], value), name
         assert torch.equal(second.runs.values()[name], first.runs.values()[name]), name
     assert (second.epoch, second.position) == (first.epoch, first.position) == (2, 0)
 
@@ -329,19 +288,19 @@ def test_the_average_is_corrected_for_its_beginning() -> None:
     r = recipe(ema=0.8, lr=1e-2)
     trainer = Trainer([r], data())
     start = {n: v.detach().clone() for n, v in trainer.runs.values().items()}
-    assert all(torch.equal(v, start[n]) for n, v in trainer.values().items())  # nothing to average yet
+    assert all(torch.equal(v, start[n]) for n, v in trainer.live.values().items())  # nothing to average yet
     path = []
     for _ in trainer.train_epoch():
         path.append({n: v.detach().double() for n, v in trainer.runs.values().items()})
         weights = [0.8 ** (len(path) - 1 - t) for t in range(len(path))]  # geometric, newest 1, and they sum to one
-        for name, value in trainer.values().items():
+        for name, value in trainer.live.values().items():
             mean = sum(w * p[name] for w, p in zip(weights, path, strict=True)) / sum(weights)
             torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
-    x, y = trainer.supply.scaled(data().test_x), data().test_y
+    x, y = trainer.live.supply.scaled(data().test_x), data().test_y
     net = copy.deepcopy(trainer.runs.template.network)
-    net.load_state_dict({n.removeprefix("network."): v for n, v in trainer.values().items()}, strict=False)
+    net.load_state_dict({n.removeprefix("network."): v for n, v in trainer.live.values().items()}, strict=False)
     wrong = (net.eval()(x).argmax(1) != y).float().mean()
-    assert trainer.evaluate(chunk=30)["error"].item() == pytest.approx(100 * wrong.item(), abs=1e-4)
+    assert evaluation.evaluate(trainer.live, chunk=30)["error"].item() == pytest.approx(100 * wrong.item(), abs=1e-4)
 
 
 def test_pixels_are_scaled_as_the_recipe_says() -> None:
@@ -360,7 +319,7 @@ def test_a_dense_network_is_trained_by_the_same_loop() -> None:
     assert "kept" not in trainer.history[0]
     (result,) = trainer.results()
     net = trainer.network(0)
-    wrong = (net(trainer.supply.scaled(data().test_x)).argmax(1) != data().test_y).float().mean().item()
+    wrong = (net(trainer.live.supply.scaled(data().test_x)).argmax(1) != data().test_y).float().mean().item()
     assert result["error_last"] == pytest.approx(100 * wrong, abs=1e-4)
     assert "architecture" not in result
 
@@ -376,8 +335,8 @@ def test_finalising_brings_every_run_within_its_target_and_tuning_leaves_it_ther
     basis = recipe(cost="macs", at_most=0.3, finalize=True, finetune_epochs=1, ema=0.5)
     trainer = Trainer([basis, basis.override(at_most=0.1, seed=1)], data())
     list(trainer.train_epoch())
-    averaged = {n: v.clone() for n, v in trainer.values().items()}
-    trainer.finalize()
+    averaged = {n: v.clone() for n, v in trainer.live.values().items()}
+    events.turn(trainer.live)
     before = snapshot(trainer)
     for name, value in before.items():  # it goes on from the average, and closing changes no weight
         assert ("gates" in name) != torch.equal(value, averaged[name]), name
@@ -418,10 +377,10 @@ def test_tuning_without_finalising_fixes_the_gates_too() -> None:
 def test_tuning_is_plain_training_of_the_test_time_network() -> None:
     r = recipe(finetune_epochs=1)
     trainer = trained(r)
-    trainer.tune()
+    events.tune(trainer.live)
     gated: Any = copy.deepcopy(trainer.runs.template.network).eval()
-    index = trainer.supply.epoch(trainer.epoch)[0][0, 0]
-    x, y = trainer.supply.scaled(data().train_x[index]), data().train_y[index]
+    index = trainer.live.supply.epoch(trainer.epoch)[0][0, 0]
+    x, y = trainer.live.supply.scaled(data().train_x[index]), data().train_y[index]
     expected = F.cross_entropy(gated(x), y)  # no noise, and no penalty
     assert next(trainer.train_epoch()).item() == pytest.approx(expected.item(), rel=1e-5)
 

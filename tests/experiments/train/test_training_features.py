@@ -22,18 +22,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_training import CPU, data, recipe, same, set_open, trained
 from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.experiments.data import Dataset, epoch_generator, scaled, stand_in
 from ellzero.experiments.recipe import Recipe, refuse_idle
 from ellzero.experiments.store.folder import Folder, FolderError
+from ellzero.experiments.train import evaluation
 from ellzero.experiments.train.building import build
-from ellzero.experiments.train.lagrangian import AUTO_FOLDS
 from ellzero.experiments.train.loop import Stopped, train
+from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
+from support.trained import CPU, by_name, data, recipe, same, set_open, trained
 
 
 @cache
@@ -42,14 +43,9 @@ def few() -> Dataset:
     return replace(data(), train_x=data().train_x[:100], train_y=data().train_y[:100])
 
 
-def by_name(trainer: Trainer, run: int | None = None) -> dict[str, Tensor]:
-    values = trainer.runs.values()
-    return {n.removeprefix("network."): (v if run is None else v[run]).detach().clone() for n, v in values.items()}
-
-
 def epoch_of(trainer: Trainer) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Images, classes and noise (draws, gates) of every step of the epoch that comes."""
-    dataset, (order, noise) = trainer.data, trainer.supply.epoch(trainer.epoch)
+    dataset, (order, noise) = trainer.data, trainer.live.supply.epoch(trainer.epoch)
     return [
         (scaled(dataset.train_x[index], dataset.mean, dataset.std), dataset.train_y[index], draws)
         for index, draws in zip(order[:, 0], noise[:, 0], strict=True)
@@ -61,7 +57,7 @@ def optimizer_of(r: Recipe, gated: l0.Gated) -> torch.optim.Optimizer:
         {"params": list(gated.model.parameters()), "lr": r.lr},
         {"params": list(gated.gates.parameters()), "lr": r.gate_lr},
     ]
-    if r.optimizer == "adam":
+    if r.live.optimizer == "adam":
         return torch.optim.Adam(groups)
     return torch.optim.SGD(groups, momentum=r.momentum, nesterov=r.nesterov)
 
@@ -145,7 +141,7 @@ def test_learning_rates_fall_at_milestones_and_to_zero_in_tuning(optimizer: str,
             for gate in gated.gates.parameters():
                 gate.requires_grad_(False)
                 gate.grad = None
-        assert trainer.tuning == (epoch >= 3)
+        assert trainer.live.step.fixed == (epoch >= 3)
         hand.param_groups[0]["lr"] = r.lr * of_weights[epoch]
         if epoch < 3:
             hand.param_groups[1]["lr"] = (r.gate_lr or 0) * of_gates[epoch]
@@ -237,7 +233,7 @@ def test_l2_goes_on_in_tuning_with_gates_that_are_open() -> None:
     )  # fmt: skip
     trainer = Trainer([r], few())
     set_open(trainer.runs.template.network, {})  # type: ignore[arg-type]
-    trainer.epoch = 1
+    trainer.live.epoch = 1
     trainer.turn()
     hand: Any = copy.deepcopy(trainer.runs.template.network).eval()
     before, (x, y, _) = by_name(trainer), epoch_of(trainer)[0]
@@ -284,10 +280,10 @@ def test_images_are_cropped_and_mirrored_anew_in_every_epoch() -> None:
     pixels, r = dataset.train_x.clone(), wide(augment=True, epochs=2, seed=3)
     trainer = Trainer([r], dataset)
     seen: list[tuple[Tensor, Tensor]] = []
-    step = trainer.step
-    trainer.step = lambda x, y, noise, first: seen.append((x, y)) or step(x, y, noise, first)  # type: ignore[method-assign,func-returns-value]
+    batch = trainer.live.supply.batch
+    trainer.live.supply.batch = lambda index: seen.append(batch(index)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
     for epoch in range(2):
-        order = trainer.supply.epoch(trainer.epoch)[0]
+        order = trainer.live.supply.epoch(trainer.epoch)[0]
         seen.clear()
         list(trainer.train_epoch())
         expected = augmented_by_hand(dataset, 3, epoch)
@@ -299,7 +295,7 @@ def test_images_are_cropped_and_mirrored_anew_in_every_epoch() -> None:
     assert not torch.equal(augmented_by_hand(dataset, 3, 0), augmented_by_hand(dataset, 3, 1))
     assert not torch.equal(augmented_by_hand(dataset, 3, 0), augmented_by_hand(dataset, 4, 0))
     # The order of the images does not depend on it.
-    orders = [Trainer([one], dataset).supply.epoch(0)[0] for one in (r, r.override(augment=False))]
+    orders = [Trainer([one], dataset).live.supply.epoch(0)[0] for one in (r, r.override(augment=False))]
     assert torch.equal(*orders)
 
 
@@ -340,7 +336,10 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     r = wide(placement="shrinkable", penalty=1e-4, gate_lr=0.1, ema=0.5, recalibrate=True)
     plain, trainer = (train([x], dataset) for x in (r.override(recalibrate=False), r))
     same(trainer, by_name(plain))
-    batches = [trainer.supply.scaled(dataset.train_x[index]) for index in trainer.supply.epoch(trainer.epoch)[0][:, 0]]
+    batches = [
+        trainer.live.supply.scaled(dataset.train_x[index])
+        for index in trainer.live.supply.epoch(trainer.epoch)[0][:, 0]
+    ]
     gated: Any = plain.network(0)  # the averaged parameters count
     assert all((gate.value() > 0.1).all() and (gate.value() < 0.9).all() for _, gate in gated.named_gates())
     expected = statistics_by_hand(copy.deepcopy(gated), batches)
@@ -351,12 +350,12 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     assert not any(torch.allclose(buffers(plain)[name], value, rtol=1e-2) for name, value in expected.items())
     # They are in force in what is evaluated and handed over, and training would go on as before.
     gated.load_state_dict({**gated.state_dict(), **expected})
-    wrong = (gated(trainer.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
+    wrong = (gated(trainer.live.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
     assert trainer.history[-1]["error"] == pytest.approx(100 * wrong, abs=1e-3)
     torch.testing.assert_close(trainer.network(0)(batches[0]), gated(batches[0]), rtol=1e-3, atol=1e-3)
     # What each step has bought is told by the run without it.
     raw: Any = plain.runs.network(0).eval()
-    wrong = (raw(trainer.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
+    wrong = (raw(trainer.live.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
     without = trainer.history[-1]["error_without"]
     assert without == {"averaging": pytest.approx(100 * wrong), "recalibration": plain.history[-1]["error"]}
     assert plain.history[-1]["error_without"] == {"averaging": without["averaging"]}
@@ -364,7 +363,7 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     norms = [m for m in trainer.runs.template.modules() if isinstance(m, nn.BatchNorm2d)]
     assert {m.momentum for m in norms} == {0.1}
     assert not any(m.training for m in norms)
-    trainer.recalibrate(batches=1)
+    evaluation.recalibrate(trainer.live, batches=1)
     for name, value in statistics_by_hand(copy.deepcopy(gated), batches[:1]).items():
         torch.testing.assert_close(buffers(trainer)[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -373,8 +372,8 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
 
 
 def first_batch(trainer: Trainer) -> tuple[Tensor, Tensor, Tensor]:
-    order, noise = trainer.supply.epoch(trainer.epoch)
-    return *trainer.supply.batch(order[0]), noise[0, :, 0]
+    order, noise = trainer.live.supply.epoch(trainer.epoch)
+    return *trainer.live.supply.batch(order[0]), noise[0, :, 0]
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # not every CPU has bfloat16 of its own
@@ -401,8 +400,10 @@ def test_bfloat16_is_for_the_forward_and_nothing_else(size: int) -> None:
     types.clear()
     for name, value in half.evaluate().items():
         assert torch.equal(value, full.evaluate()[name]), name
-    images = full.supply.scaled(few().test_x)
-    assert torch.equal(half.runs.eval().evaluate("logits", images), full.runs.eval().evaluate("logits", images))
+    images = full.live.supply.scaled(few().test_x)
+    assert torch.equal(
+        half.runs.eval().evaluate(Objective.logits, images), full.runs.eval().evaluate(Objective.logits, images)
+    )
     assert set(types) == {torch.float32}
     list(half.train_epoch())
     assert {v.dtype for v in half.runs.values().values()} == {torch.float32}
@@ -423,7 +424,7 @@ def test_a_compiled_step_is_the_step_to_rounding(size: int) -> None:
     for on in (False, True):
         trainer = Trainer([r.override(compile=on) for r in both], few())
         losses = torch.stack(list(trainer.train_epoch()))
-        ends.append((losses, trainer.lagrangian.multiplier, by_name(trainer), trainer.evaluate()["error"]))
+        ends.append((losses, trainer.live.lagrangian.multiplier, by_name(trainer), trainer.evaluate()["error"]))
         trainer.turn()
         list(trainer.train_epoch())
         assert trainer.done
@@ -461,11 +462,11 @@ def test_extra_gradient_is_that_of_the_library(optimizer: str, samples: int) -> 
         l0.objectives.extra_gradient_step(constraint, hand, lagrangian)
         assert not list(left)
         torch.testing.assert_close(
-            trainer.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5
+            trainer.live.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5
         )
     same(trainer, {n: p.detach() for n, p in gated.named_parameters()}, atol=1e-4 if optimizer == "adam" else 1e-5)
     assert constraint.multiplier[0] > 0.1
-    ours, theirs = trainer.optimizer.state, hand.state
+    ours, theirs = trainer.live.optimizer.state, hand.state
     for name, p in gated.named_parameters():
         mine = ours[trainer.runs.values()[f"network.{name}"]]
         assert mine.keys() == theirs[p].keys()
@@ -480,10 +481,10 @@ def test_a_run_with_extra_gradient_is_alone_in_its_stack() -> None:
     for run, r in enumerate(several):
         alone = trained(r)
         same(stack, by_name(alone), run)
-        torch.testing.assert_close(stack.lagrangian.multiplier[run], alone.lagrangian.multiplier[0])
-        for name, value in alone.average.items():
-            torch.testing.assert_close(stack.average[name][run], value, rtol=1e-5, atol=2e-5)
-    assert stack.lagrangian.multiplier.all()
+        torch.testing.assert_close(stack.live.lagrangian.multiplier[run], alone.live.lagrangian.multiplier[0])
+        for name, value in alone.live.average.tensors.items():
+            torch.testing.assert_close(stack.live.average.tensors[name][run], value, rtol=1e-5, atol=2e-5)
+    assert stack.live.lagrangian.multiplier.all()
 
 
 # ---- objectives in one stack ----------------------------------------------------------------------------------------
@@ -500,12 +501,12 @@ def test_runs_with_other_costs_share_a_stack() -> None:
     for run, r in enumerate(several):
         alone = trained(r)
         same(stack, by_name(alone), run, atol=1e-3)  # a hundredth of a step of the gates
-        own = len(alone.lagrangian.multiplier[0])
+        own = len(alone.live.lagrangian.multiplier[0])
         torch.testing.assert_close(
-            stack.lagrangian.multiplier[run, :own], alone.lagrangian.multiplier[0], rtol=1e-4, atol=1e-4
+            stack.live.lagrangian.multiplier[run, :own], alone.live.lagrangian.multiplier[0], rtol=1e-4, atol=1e-4
         )
-        assert alone.lagrangian.multiplier.all()
-        assert not stack.lagrangian.multiplier[run, own:].any()
+        assert alone.live.lagrangian.multiplier.all()
+        assert not stack.live.lagrangian.multiplier[run, own:].any()
 
 
 def test_targets_that_the_gates_cannot_reach_are_refused_before_the_training() -> None:
@@ -524,13 +525,13 @@ def test_targets_that_the_gates_cannot_reach_are_refused_before_the_training() -
 def test_the_automatic_controller_does_as_much_in_a_run_of_any_length(epochs: int) -> None:
     """With gates that stand still at 1.05 times the target; epochs of tuning are no part of the length."""
     r = recipe(at_most=0.2, gate_lr=1000.0, epochs=epochs, finetune_epochs=1)
-    cost = float(Trainer([r], few()).runs.evaluate("watched")[0, 0, 0])
+    cost = float(Trainer([r], few()).runs.evaluate(Objective.watched)[0, 0, 0])
     trainer = Trainer([r.override(at_most=cost / 1.05)], few())
     for gate in trainer.runs.template.network.gates.parameters():  # type: ignore[union-attr]
         gate.requires_grad_(False)
     for _ in range(epochs):
         list(trainer.train_epoch())
-    assert trainer.lagrangian.multiplier.item() == pytest.approx(0.5 * 1.05**AUTO_FOLDS, rel=1e-2)
+    assert trainer.live.lagrangian.multiplier.item() == pytest.approx(0.5 * 1.05**100, rel=1e-2)
 
 
 # ---- initialisation -------------------------------------------------------------------------------------------------
@@ -583,7 +584,7 @@ def test_a_record_says_how_a_run_stands() -> None:
         assert record["loss"] == pytest.approx(sum(float(x[run]) for x in losses) / 4, rel=1e-5)
         assert record["open"] == {name: int(gate.open().sum()) for name, gate in gated.named_gates()}
         assert 0 < record["open"]["fc1"] < 784
-        assert record["multiplier"] == pytest.approx(trainer.lagrangian.multiplier[run].tolist())
+        assert record["multiplier"] == pytest.approx(trainer.live.lagrangian.multiplier[run].tolist())
         for name, cost in {"l0_norm": l0.l0_norm, "params": l0.params, "macs": l0.macs}.items():
             whole = l0.dense(cost, gated)
             assert record["expected"][name] == pytest.approx(cost(gated).item() / whole, rel=1e-4)
@@ -711,7 +712,9 @@ def test_the_best_error_is_of_a_network_within_the_target() -> None:
     trainer = Trainer([recipe(at_most=0.2, finalize=True, finetune_epochs=2)], few())
     errors = {False: [5.0], True: [9.0, 7.0]}
     base = {"run": "tiny", "seed": 0, "seconds": 1.0, "loss": 0.1}
-    trainer.history = [{**base, "epoch": 1, "error": e, "tuning": t} for t, several in errors.items() for e in several]
+    trainer.history[:] = [
+        {**base, "epoch": 1, "error": e, "tuning": t} for t, several in errors.items() for e in several
+    ]
     assert trainer.results()[0]["error_best"] == 7.0
 
 

@@ -38,7 +38,7 @@ from ellzero.experiments.store.provenance import provenance
 from ellzero.experiments.store.records import FolderError
 from ellzero.experiments.study.rows import Row, Study, StudyError
 from ellzero.experiments.train import loop as training
-from ellzero.experiments.train.lagrangian import COSTS, targets
+from ellzero.experiments.train.building import COSTS, targets
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
@@ -240,7 +240,7 @@ def held(gated: Gated, cost: str, targets: dict[str, float]) -> dict[str, dict[s
     out = {}
     for pattern, at_most in targets.items():
         only = None if pattern == "*" else pattern
-        whole = costs.dense(measure, gated, only)
+        whole = costs.dense(costs.only(measure, only), gated)
         expected, kept = (measure(gated, kept=k, only=only).item() / whole for k in (False, True))
         out[pattern] = {"at_most": at_most, "expected": expected, "kept": kept}
     return out

@@ -9,9 +9,10 @@ computes; it does not know data, optimizers' settings or epochs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,17 +55,22 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.network = model if gated is None else gated
-        self.gated = gated is not None
+        self.has_gates = gated is not None
         self.autocast = autocast
         self.parts = tuple(parts)
         self.dense = []
         if gated is not None:
-            self.dense = [1.0 if c in NORMS else costs.dense(c, gated, only) for c, only in parts]
+            self.dense = [1.0 if c in NORMS else costs.dense(costs.only(c, only), gated) for c, only in parts]
         self.whole = [costs.dense(c, gated) for c in WATCHED] if gated is not None else []
+
+    @property
+    def gated(self) -> Gated:
+        """The network, of which it is known that it has gates."""
+        return cast(Gated, self.network)
 
     def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            logits = self.network(x, gate_noise=noise) if self.gated else self.network(x)
+            logits = self.network(x, gate_noise=noise) if self.has_gates else self.network(x)
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), self.costs()
 
     def logits(self, x: Tensor) -> Tensor:
@@ -75,45 +81,46 @@ class Objective(nn.Module):
         """The fractions of the dense cost, one per part, in expectation."""
         if not self.parts:
             return torch.zeros(0, device=next(self.network.parameters()).device)
-        gated: Any = self.network
-        return torch.stack([_call(c, gated, only) / d for (c, only), d in zip(self.parts, self.dense, strict=True)])
+        fractions = zip(self.parts, self.dense, strict=True)
+        return torch.stack([costs.only(c, pattern)(self.gated) / d for (c, pattern), d in fractions])
 
     def kept(self) -> Tensor:
         """The same with the test-time gates. The formula of the expectation at 0 and 1: exact but for padded groups."""
-        gated: Any = self.network
-        with torch.no_grad(), gated.assuming(gated.opens().to(gated.tables["ends"])):
+        with self._as_kept():
             return self.costs()
 
-    def counts(self) -> Tensor:
-        """How many gates of each set are open at test time."""
-        gated: Any = self.network
-        sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
-        return torch.stack([part.sum() for part in gated.opens().split(sizes)])
-
     def opens(self) -> Tensor:
-        """Which gates are open at test time, one set after the other."""
-        gated: Any = self.network
-        out: Tensor = gated.opens()
-        return out
+        """Which gates are open at test time, one placement after the other."""
+        return self.gated.opens()
 
     def probabilities(self) -> Tensor:
-        """P(z ≠ 0) of all gates, one set after the other."""
-        gated: Any = self.network
-        out: Tensor = gated.prob_open()
-        return out
+        """P(z ≠ 0) of all gates, one placement after the other."""
+        return self.gated.prob_open()
+
+    def counts(self) -> Tensor:
+        """How many gates of each placement are open at test time."""
+        return torch.stack([part.sum() for part in self.gated.opens().split(self.sizes)])
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many gates each placement has."""
+        return [gate.shape.numel() for _, gate in self.gated.named_gates()]
 
     def watched(self) -> Tensor:
         """`l0_norm`, `params` and `macs` as fractions of dense: expected, then as kept now."""
-        gated: Any = self.network
         with torch.no_grad():
-            expected = [c(gated) / d for c, d in zip(WATCHED, self.whole, strict=True)]
-            with gated.assuming(gated.opens().to(gated.tables["ends"])):
-                kept = [c(gated) / d for c, d in zip(WATCHED, self.whole, strict=True)]
-        return torch.stack([torch.stack(expected), torch.stack(kept)])
+            expected = self._fractions()
+        with self._as_kept():
+            return torch.stack([expected, self._fractions()])
 
+    def _fractions(self) -> Tensor:
+        return torch.stack([c(self.gated) / d for c, d in zip(WATCHED, self.whole, strict=True)])
 
-def _call(cost: costs.Cost, gated: Gated, only: str | None) -> Tensor:
-    return cost(gated) if only is None else cost(gated, only=only)
+    @contextmanager
+    def _as_kept(self) -> Iterator[None]:
+        gated = self.gated
+        with torch.no_grad(), gated.assuming(gated.opens().to(gated.tables["ends"])):
+            yield
 
 
 def _reads_one_map(conv: nn.Conv2d) -> bool:
@@ -137,15 +144,14 @@ def _as_product(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 
 class _Evaluation(nn.Module):
-    """Calls another method of an `Objective` under `functional_call`."""
+    """Calls a function of an `Objective` under `functional_call`."""
 
-    def __init__(self, objective: Objective, method: str) -> None:
+    def __init__(self, objective: Objective, function: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.objective, self.method = objective, method
+        self.objective, self.function = objective, function
 
     def forward(self, *args: Tensor) -> Tensor:
-        out: Tensor = getattr(self.objective, self.method)(*args)
-        return out
+        return self.function(self.objective, *args)
 
 
 class Runs(nn.Module):
@@ -200,9 +206,11 @@ class Runs(nn.Module):
     def _one(self, values: dict[str, Tensor], *args: Tensor) -> Any:
         return functional_call(self.template, values, args)
 
-    def evaluate(self, method: str, *args: Tensor, values: dict[str, Tensor] | None = None) -> Tensor:
-        """A method of every run's objective (`logits` of the same images, `kept` costs, …), stacked."""
-        call = _Evaluation(self.template, method)
+    def evaluate(
+        self, function: Callable[..., Tensor], *args: Tensor, values: dict[str, Tensor] | None = None
+    ) -> Tensor:
+        """A function of every run's objective (`Objective.logits` of the same images, `Objective.kept`), stacked."""
+        call = _Evaluation(self.template, function)
         values = {f"objective.{n}": v for n, v in (self.values() if values is None else values).items()}
         if self.size == 1:
             alone: Tensor = functional_call(call, values, args)

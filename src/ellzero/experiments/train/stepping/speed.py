@@ -6,6 +6,7 @@ functions of tensors; it does not know what a step does.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -21,7 +22,24 @@ def compiled(method: Any) -> Any:
     """A method compiled by itself: torch gives up on a piece of code that was compiled eight times for others."""
     function = method.__func__
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(MethodType(own, method.__self__), dynamic=False)
+    run = torch.compile(MethodType(own, method.__self__), dynamic=False)
+
+    def quiet(*args: Any) -> Any:
+        with meant_in_float32():
+            return run(*args)
+
+    return quiet
+
+
+@contextmanager
+def meant_in_float32() -> Iterator[None]:
+    """Silences torch's advice to round products of matrices to TensorFloat32, which it gives while it compiles.
+
+    A recipe in float32 means float32: its numbers are those of a CPU to rounding. Who wants speed takes bfloat16.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication", UserWarning)
+        yield
 
 
 @contextmanager

@@ -1,0 +1,131 @@
+"""A stack of runs as it stands: networks, objectives, optimizer, average, and how far they are.
+
+`Live` is what a step moves, an event changes, an evaluation looks at and a checkpoint holds; each of these has its own
+file. It holds one run, or a stack of runs that differ in seed and objective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ellzero.experiments.data import Dataset
+from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train import building, policy
+from ellzero.experiments.train import processes as parallel
+from ellzero.experiments.train.stepping.averaging import Average
+from ellzero.experiments.train.stepping.batches import Supply
+from ellzero.experiments.train.stepping.optimizer import make_optimizer
+from ellzero.experiments.train.stepping.speed import Captured
+from ellzero.experiments.train.stepping.stack import Objective, Runs
+from ellzero.experiments.train.stepping.step import Step
+from ellzero.gated.module import Gated
+from ellzero.graph.plan import Plan
+from ellzero.out import shrinking
+
+
+@final
+class Live:
+    """A stack of runs under training.
+
+    Args:
+        recipes: one per run; they may differ in what `policy.STACKABLE` names.
+        dataset: on the device that the runs train on.
+
+    Raises:
+        ValueError: the recipes differ in more than that, or do not fit the data or the number of processes; or a target
+            is below what the gates can reach.
+    """
+
+    def __init__(self, recipes: Sequence[Recipe], dataset: Dataset) -> None:
+        self.recipes, self.data = list(recipes), dataset
+        self.recipe = recipe = self.recipes[0]
+        self.device = dataset.train_x.device
+        self.rank, ranks, images = parallel.rank(), parallel.ranks(), len(dataset.train_x)
+        policy.refuse(self.recipes, images, ranks)
+        self.policy = policy.Policy(recipe, images, len(self.recipes), ranks, self.device.type == "cuda")
+        built = [building.build(r, dataset, self.device) for r in self.recipes]
+        torch.manual_seed(int(np.random.SeedSequence([recipe.seed, self.rank]).generate_state(1)[0]))  # of dropout
+        first = built[0][0]
+        for r in self.recipes:
+            building.refuse_unreachable(r, first)
+        size = 0 if first is None else first.liveness.size
+        self.gates = [] if first is None else [name for name, _ in first.named_gates()]
+        self.supply = Supply(self.recipes, dataset, max(1, size))
+        parts = building.parts(self.recipes, self.gates) if self.gates else []
+        self.runs = Runs([Objective(g, m, parts, recipe.precision == "bfloat16") for g, m in built])
+        self.runs.to(self.device)
+        if recipe.channels_last:
+            self.runs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.lagrangian = building.lagrangian(
+            self.recipes,
+            parts,
+            self.runs.template.dense,
+            images=images,
+            steps=recipe.gate_epochs * self.policy.steps_per_epoch,
+            device=self.device,
+        )
+        self.optimizer = make_optimizer(recipe, self.runs, self.device)
+        self.average = Average(self.runs.values(), recipe.ema, self.policy.average_begins)
+        self.step = Step(recipe, self.runs, self.lagrangian, self.optimizer, self.average, self.device)
+        self.epoch = self.position = self.ascents = self.summed = 0
+        self.seconds = 0.0  # of training since the last record
+        self.images = images  # in an epoch; those of the run, where noise stands in for them
+        self.history: list[dict[str, Any]] = []
+        self.closed_for = np.zeros(size, dtype=np.int64)  # checks in a row
+        self.event: dict[str, Any] | None = None  # what shrinking did, until it is in the history
+        self.without: dict[str, list[float]] = {}  # last errors: no averaging nor recalibration, and no recalibration
+        self.prepare()
+
+    @property
+    def gated(self) -> Gated:
+        """The network of a single run, of which it is known that it has gates."""
+        return self.runs.template.gated
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of every run so far."""
+        return self.epoch * self.policy.steps_per_epoch + self.position
+
+    def values(self) -> dict[str, Tensor]:
+        """The parameters that count: averaged (and bias-corrected) if the recipe says so, else raw."""
+        return self.average.counting(self.runs.values(), self.step.clock)
+
+    def network(self, run: int) -> nn.Module:
+        """One run's network with the parameters that count, in evaluation: a `Gated`, or the dense network.
+
+        What shrinking took out is back in it, as zeros behind closed gates, so that it is the network of the recipe.
+        """
+        network = self.runs.network(run, self.values())
+        return (network.expanded() if isinstance(network, Gated) and network.taken is not None else network).eval()
+
+    def prepare(self) -> None:
+        """Makes the step anew: as it is, then captured; compiled where that pays."""
+        self.step.prepare(compile=self.policy.compiles(self.epoch), ranks=self.policy.ranks)
+        self.take: Callable[[Tensor, Tensor], Tensor] = self._take
+        if self.policy.on_gpu and self.policy.ranks == 1:
+            self.take = Captured(self._take)
+
+    def _take(self, index: Tensor, noise: Tensor) -> Tensor:
+        return self.step(*self.supply.batch(index), noise, first=self.ascents == 0)
+
+    def fix(self) -> None:
+        """From here on the gates are fixed, and only the weights move."""
+        self.step.fixed = True
+        for name, value in self.runs.values().items():
+            if self.gates and name.startswith("network.gates."):
+                value.requires_grad_(False)
+                value.grad = None  # the optimizer passes over it
+        for group in self.optimizer.param_groups:
+            if group["by_eq_17"]:  # with gates that are open or closed, and no more than that
+                group["weight_decay"] = self.recipe.l2 * self.recipe.l2_gated_factor
+        self.prepare()
+
+    def take_out(self, plan: Plan) -> None:
+        """Takes units out for good: of the network, of what the optimizer remembers and of the average."""
+        correction = self.average.correction(self.step.clock)
+        shrinking.carry_out(self.runs.template, self.gated, plan, self.optimizer, self.average.tensors, correction)

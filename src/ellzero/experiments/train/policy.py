@@ -1,0 +1,121 @@
+"""What is decided about a stack of runs: pure functions of recipe, epoch, sizes and kind of device.
+
+Nothing here looks at a network, a tensor or a file. So a run that was stopped and taken up again decides alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from ellzero.experiments.networks import find
+from ellzero.experiments.recipe import Recipe
+
+STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
+_ALONE = ("augment", "shrink_at", "settle_at", "channels_last")  # what runs of a stack cannot have
+_FAST_WIDTHS = 32  # of which a GPU likes multiples
+_TEST_BATCH = 1000  # images at once, on a CPU
+
+
+def refuse(recipes: Sequence[Recipe], images: int, ranks: int) -> None:
+    """Says no to recipes that cannot be trained together, on so many images, by so many processes.
+
+    Raises:
+        ValueError: it names what does not fit.
+    """
+    r = recipes[0]
+    plain = r.to_dict()
+    for other in recipes[1:]:
+        differ = [k for k, v in other.to_dict().items() if v != plain[k] and k not in STACKABLE]
+        if differ:
+            raise ValueError(f"`recipes` of one stack must agree in {', '.join(differ)}")
+    for name in _ALONE:
+        if plain[name] and len(recipes) > 1:
+            raise ValueError(f"`{name}` cannot be in a stack: train its seeds one after the other")
+    if images < r.batch:
+        raise ValueError(f"`batch` must be at most the {images} training images, got {r.batch}")
+    if ranks > 1 and len(recipes) > 1:
+        raise ValueError(f"`recipes` must be one for {ranks} processes, got {len(recipes)}")
+    if ranks > 1 and r.compile:
+        raise ValueError(f"`compile` must be absent or false for {ranks} processes, got true")
+    if r.batch % ranks:
+        raise ValueError(f"`batch` must be a multiple of the {ranks} processes, got {r.batch}")
+
+
+@final
+@dataclass(frozen=True)
+class Policy:
+    """The decisions about one stack.
+
+    Args:
+        recipe: what its runs have in common.
+        images: to train on.
+        runs: in the stack.
+        ranks: processes that train it.
+        on_gpu: whether it trains on one.
+    """
+
+    recipe: Recipe
+    images: int
+    runs: int = 1
+    ranks: int = 1
+    on_gpu: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.images // self.recipe.batch
+
+    @property
+    def steps_in_all(self) -> int:
+        return (self.recipe.epochs + self.recipe.finetune_epochs) * self.steps_per_epoch
+
+    @property
+    def average_begins(self) -> int:
+        """The step at which an average of the parameters begins: at once, or where the gates settle."""
+        return (self.recipe.settle_at or 0) * self.steps_per_epoch if self.recipe.settles else 0
+
+    @property
+    def multiple(self) -> int:
+        """Of which widths are multiples after an event."""
+        return self.recipe.shrink_multiple or (_FAST_WIDTHS if self.on_gpu else 1)
+
+    @property
+    def test_batch(self) -> int:
+        """How many test images are looked at together."""
+        return find(self.recipe.network).test_batch if self.on_gpu else _TEST_BATCH
+
+    def turns(self, epoch: int, fixed: bool) -> bool:
+        """Whether the epochs with gates that learn are over, and something comes after them that has not begun."""
+        r = self.recipe
+        return epoch >= r.epochs and not fixed and (r.finalize or r.finetune_epochs > 0)
+
+    def done(self, epoch: int, fixed: bool) -> bool:
+        """Whether the runs are at their end."""
+        return epoch >= self.recipe.epochs + self.recipe.finetune_epochs and not self.turns(epoch, fixed)
+
+    def rates(self, epoch: int) -> tuple[float, float]:
+        """By what learning rates are multiplied: where milestones count, and everywhere (tuning lets them fall)."""
+        r = self.recipe
+        left = 1 - (epoch - r.epochs) / r.finetune_epochs if epoch > r.epochs else 1.0
+        return r.decay ** sum(m <= epoch for m in r.milestones), left
+
+    def compiles(self, epoch: int) -> bool:
+        """Whether a step that is made then is compiled: as the recipe says, or if that pays until it is made anew."""
+        r = self.recipe
+        if r.compile is not None:
+            return r.compile
+        changes = [e for e in (*r.shrink_at, r.settle_at or 0, r.epochs) if e > epoch]
+        steps = (min(changes, default=r.epochs + r.finetune_epochs) - epoch) * self.steps_per_epoch
+        takes, saves = find(r.network).compiling
+        return self.on_gpu and self.ranks == 1 and saves * steps * math.sqrt(self.runs) >= takes
+
+    def worth_it(self, gain: float, epoch: int) -> bool:
+        """Whether steps that are shorter by this share, at best, save more than making the step anew costs."""
+        takes, saves = find(self.recipe.network).compiling
+        left = self.steps_in_all - epoch * self.steps_per_epoch
+        before = max((e for e in self.recipe.shrink_at if e < epoch), default=0)
+        compiles = self.compiles(epoch)
+        lost = saves * left if self.compiles(before) and not compiles else 0.0  # too few are left to compile it again
+        return gain * left > lost + (takes if compiles else 0)

@@ -1,0 +1,1 @@
+"""One step of a stack of runs, and what it is made of."""

@@ -1,0 +1,175 @@
+"""Runs that shrink or settle, in float64 where they are compared with others, and runs that are interrupted."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from ellzero.experiments.data import Dataset, stand_in
+from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train.loop import Stopped, train
+from ellzero.experiments.train.trainer import Trainer
+from ellzero.experiments.train.watching import AbstractWatcher
+from ellzero.gated.module import Gated
+from support.ends import bits, leaves, without_seconds
+
+
+@cache
+def images(name: str, device: str = "cpu") -> Dataset:
+    return stand_in(name, images=32, device=device)
+
+
+def recipe(network: str, **changes: Any) -> Recipe:
+    basis: dict[str, Any] = {
+        "name": "small", "network": network, "data": "cifar10" if network.startswith("wrn") else "mnist5k",
+        "drop_rates": {"*": 0.1}, "batch": 16, "epochs": 3, "lr": 1e-3, "gate_lr": 1e-2,
+        "shrink_at": (1,), "shrink_checks": 1, "shrink_multiple": 1, "shrink_gain": 0.0,
+    }  # fmt: skip
+    if "at_most" not in changes:
+        basis["penalty"] = 0.1
+    return Recipe(**basis | changes)
+
+
+def gated_of(trainer: Trainer) -> Gated:
+    return cast(Gated, trainer.runs.template.network)
+
+
+def close(gated: Gated, closed: dict[str, list[int]]) -> None:
+    for name, gate in gated.named_gates():
+        mask = torch.zeros(gate.shape, dtype=torch.bool, device=next(gate.parameters()).device)
+        mask[closed.get(name, [])] = True
+        gate.close_(mask)
+
+
+def doubled(r: Recipe, closed: dict[str, list[int]]) -> Trainer:
+    """A trainer that computes in float64, with some gates closed from the beginning."""
+    trainer = in_float64(Trainer([r], images(r.data)))
+    close(gated_of(trainer), closed)
+    return trainer
+
+
+def in_float64(trainer: Trainer) -> Trainer:
+    batch = trainer.live.supply.batch
+
+    def exact(index: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = batch(index)
+        return x.double(), y
+
+    trainer.live.supply.batch = exact  # type: ignore[method-assign]
+    trainer.runs.double()
+    average = trainer.live.average
+    average.tensors = {name: value.double() for name, value in average.tensors.items()}
+    dual = trainer.live.lagrangian
+    dual.prices, dual.member, dual.goal = dual.prices.double(), dual.member.double(), dual.goal.double()
+    dual.multiplier = dual.multiplier.double()
+    dual.memory = {name: value.double() for name, value in dual.memory.items()}
+    trainer.live.prepare()  # what a compiled step must know beforehand is known for a dtype
+    return trainer
+
+
+def losses(trainer: Trainer, epochs: int) -> list[float]:
+    return [float(loss) for _ in range(epochs) for loss in trainer.train_epoch()]
+
+
+WRN = {"blocks.0.conv1": [0, 3, 4, 5, 11], "blocks.1.conv1": [*range(20)], "blocks.2.conv1": [63]}
+
+
+WRN_UNITS = {"blocks.0.conv1": 5, "blocks.1.conv1": 20, "blocks.2.conv1": 1}
+
+
+MAPS = {"conv1": [0, 1, 2, 7], "conv2": [4, 5, 49]}
+
+
+# The gates of a map's positions are closed as well: where the map is gone, so are they.
+POSITIONS = {**MAPS, "fc1": [16 * u + k for u in (4, 5, 49) for k in range(16)] + [3], "fc2": [*range(100, 400)]}
+
+
+SGD = {"optimizer": "sgd", "lr": 0.05, "gate_lr": 1.0}
+
+
+RUNS: dict[str, tuple[Recipe, dict[str, list[int]], dict[str, int]]] = {
+    "wide, nesterov, eq. 17, average": (
+        recipe("wrn-10-1", placement="blocks", nesterov=True, l2=5e-3, l2_gated_factor=1.5, ema=0.9, **SGD),
+        WRN, WRN_UNITS,
+    ),
+    "wide, adam, constraints": (
+        recipe("wrn-10-1", at_most={"blocks.*": 0.5}, dual="ascent", dual_lr=0.1), WRN, WRN_UNITS
+    ),
+    "wide, sgd, eq. 17 without gates, kept macs": (
+        recipe("wrn-10-1", placement="blocks", l2=5e-3, detach_l2=True, cost="macs", at_most=0.3, on="kept", **SGD),
+        WRN, WRN_UNITS,
+    ),
+    "per layer, adam, average": (
+        recipe("lenet5", placement="per_layer", ema=0.9, samples=2),
+        POSITIONS, {"conv1": 4, "conv2": 3, "fc1": 300},
+    ),
+    "shrinkable, sgd, params": (
+        recipe("lenet5", cost="params", at_most=0.3, **SGD),
+        {**MAPS, "fc1": [*range(99)]}, {"conv1": 4, "conv2": 3, "fc1": 99},
+    ),
+    "perceptron, extra-gradient": (
+        recipe("lenet300", placement="per_layer", at_most=0.5, dual="nupi", kp=0.5, dual_lr=0.1, extra_gradient=True),
+        {"fc1": [0, 500], "fc2": [*range(0, 300, 2)], "fc3": [7]}, {"fc1": 150, "fc2": 1},
+    ),
+}  # fmt: skip
+
+
+def begun(r: Recipe, path: Path) -> Folder:
+    """A run before its first step, with gates in all states."""
+    folder = Folder.create(path, [r])
+    trainer = Trainer([r], images(r.data))
+    for _, gate in gated_of(trainer).named_gates():
+        n = gate.shape.numel()
+        with torch.no_grad():
+            gate.log_alpha.copy_(torch.tensor([7 * (5 * k % n) / n - 4 for k in range(n)]))  # type: ignore[operator]
+    trainer.save(folder)
+    return folder
+
+
+def interrupted(folder: Folder, steps: int, whole: Trainer) -> Trainer:
+    """The run of a folder, stopped after so many steps and taken up again: to the bit the one that was not."""
+    with pytest.raises(Stopped):
+        train(folder.recipes, images("cifar10"), folder, watchers=[Stop(steps)])
+    again = train(folder.recipes, images("cifar10"), folder)
+    ours, theirs = dict(leaves(again.state())), dict(leaves(whole.state()))
+    free = {name for name in ours if ".random." in name or name == ".seconds"}
+    assert [n for n in {**ours, **theirs} if n not in free and bits(ours.get(n)) != bits(theirs.get(n))] == []
+    assert without_seconds(again.history) == without_seconds(whole.history) == without_seconds(folder.history())
+    assert without_seconds(folder.results()) == without_seconds(whole.results())
+    return again
+
+
+class Stop(AbstractWatcher):
+    """Ctrl-C after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
+        pass
+
+    def step(self, done: int) -> None:
+        if done == self.steps:
+            signal.raise_signal(signal.SIGINT)
+
+    def note(self, records: list[dict[str, Any]]) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+SETTLING = recipe(
+    "wrn-10-1", placement="blocks", penalty=None, cost="l0_norm", at_most={f"blocks.{k}.conv1": 0.3 for k in range(3)},
+    dual="ascent", dual_lr=1.0, gate_lr=1.0, epochs=5, shrink_at=(), settle_at=2, shrink_multiple=4, l2=5e-4,
+    l2_gated_factor=0.5, optimizer="sgd", lr=0.05, nesterov=True, milestones=(4,), decay=0.1, augment=True, ema=0.5,
+    recalibrate=True,
+)  # fmt: skip
