@@ -71,6 +71,7 @@ def in_float64(trainer: Trainer) -> Trainer:
     dual.prices, dual.member, dual.goal = dual.prices.double(), dual.member.double(), dual.goal.double()
     dual.multiplier = dual.multiplier.double()
     dual.memory = {name: value.double() for name, value in dual.memory.items()}
+    trainer.live.step.clock = trainer.live.step.clock.double()
     trainer.live.prepare()  # what a compiled step must know beforehand is known for a dtype
     return trainer
 

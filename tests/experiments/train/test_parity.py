@@ -1,0 +1,120 @@
+"""The recipes' loop is the loop that anyone writes with the library, step by step, to the rounding of float64.
+
+The oracle is the README's loop: `attach`, `Constraint` or `Penalty`, `param_groups`, backward, step, `ascend`. Both get
+the same images and the same noise. Targets and prices are numbers that float32 has, in which the recipes keep them.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ellzero as l0
+from ellzero.experiments import networks
+from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train.trainer import Trainer
+from ellzero.objectives.extragradient import extra_gradient_step
+from support.shrunk import in_float64
+from support.trained import BATCH, TRAIN, data, recipe
+
+EPOCHS = 4
+STEPS = EPOCHS * TRAIN // BATCH
+CONSTRAINED: dict[str, Any] = {"cost": "macs", "at_most": 0.25, "on": "kept", "gate_lr": 0.125, "epochs": EPOCHS}
+
+
+def by_hand(
+    r: Recipe, trainer: Trainer, constraint: l0.Constraint | None = None, penalty: l0.Penalty | None = None
+) -> l0.Gated:
+    """Trains the network of a trainer before its first step, as one would."""
+    model = networks.find(r.network).make(10).double()
+    gate = partial(l0.HardConcreteGate, drop_rate=r.drop_rate("fc1"))
+    gated = l0.attach(model, torch.zeros(2, 1, 28, 28, dtype=torch.float64), gate=gate)
+    gated.load_state_dict(trainer.runs.template.network.state_dict())
+    optimizer = torch.optim.Adam(gated.param_groups(lr=r.lr, gate_lr=r.gate_lr))
+    for epoch in range(r.epochs):
+        order, noise = trainer.live.supply.epoch(epoch)
+        for index, draws in zip(order, noise[:, 0].double(), strict=True):
+            x, y = (t[0] for t in trainer.live.supply.batch(index))
+            rest = iter(draws)
+
+            def lagrangian(x: Tensor = x, y: Tensor = y, rest: Any = rest) -> Tensor:
+                loss: Tensor = F.cross_entropy(gated(x, gate_noise=next(rest)), y)
+                return loss + sum(term(gated) for term in (constraint, penalty) if term is not None)
+
+            if r.extra_gradient and constraint is not None:
+                extra_gradient_step(constraint, optimizer, lagrangian)
+                continue
+            optimizer.zero_grad()
+            lagrangian().backward()
+            optimizer.step()
+            if constraint is not None:
+                constraint.ascend()
+    return gated
+
+
+def by_recipe(trainer: Trainer) -> None:
+    """The recipe's own loop, in float64 and with the same noise."""
+    epoch = trainer.live.supply.epoch
+    trainer.live.supply.epoch = lambda number: tuple(  # type: ignore[method-assign,assignment]
+        t.double() if t.is_floating_point() else t for t in epoch(number)
+    )
+    for _ in range(trainer.recipe.epochs):
+        list(trainer.train_epoch())
+
+
+def assert_same(trainer: Trainer, gated: l0.Gated, constraint: l0.Constraint | None) -> None:
+    theirs = dict(gated.named_parameters())
+    for name, value in trainer.runs.values().items():
+        expected = theirs[name.removeprefix("network.")]
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10, msg=name)
+    if constraint is not None:
+        ours = trainer.live.lagrangian
+        torch.testing.assert_close(ours.multiplier[0], constraint.multiplier, rtol=1e-10, atol=1e-10)
+        for name, memory in ours.memory.items():
+            theirs_too = constraint.get_buffer(f"_dual_{name}")
+            torch.testing.assert_close(memory[0], theirs_too, rtol=1e-10, atol=1e-10)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto": (
+        {"dual": "auto", "target_warmup": 0.5},
+        {"dual": l0.duals.SelfPacedAscent(STEPS, 0.125), "warmup": l0.duals.GeometricWarmup(0.5 * STEPS)},
+    ),
+    "ascent, on a line": (
+        {"dual": "ascent", "dual_lr": 0.5, "target_warmup": 0.25},
+        {"dual": l0.duals.GradientAscent(0.5), "warmup": l0.duals.LinearWarmup(0.25 * STEPS)},
+    ),
+    "extra-gradient, on a line": (
+        {"dual": "nupi", "dual_lr": 0.5, "kp": 1.0, "target_warmup": 0.5, "extra_gradient": True},
+        {"dual": l0.duals.NuPI(kp=1.0, ki=0.5), "warmup": l0.duals.LinearWarmup(0.5 * STEPS)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_recipe_with_a_target_is_the_loop_of_the_readme(case: str) -> None:
+    changes, arguments = CASES[case]
+    r = recipe(**CONSTRAINED, **changes)
+    trainer = in_float64(Trainer([r], data()))
+    constraint = l0.Constraint(l0.macs, at_most=0.25, on="kept", **arguments)
+    gated = by_hand(r, copy.deepcopy(trainer), constraint)
+    by_recipe(trainer)
+    assert constraint.multiplier.item() > 0.05, "a constraint that does nothing shows nothing"
+    assert_same(trainer, gated, constraint)
+
+
+def test_a_recipe_with_a_penalty_is_the_loop_of_the_readme() -> None:
+    weight = 2.0**-10
+    r = recipe(penalty=weight * TRAIN, epochs=EPOCHS)
+    trainer = in_float64(Trainer([r], data()))
+    before = trainer.runs.values()["network.gates.fc1.log_alpha"].detach().clone()
+    gated = by_hand(r, copy.deepcopy(trainer), penalty=l0.Penalty(l0.l0_norm, weight))
+    by_recipe(trainer)
+    assert_same(trainer, gated, None)
+    assert (trainer.runs.values()["network.gates.fc1.log_alpha"] - before).abs().max() > 0.1
