@@ -62,7 +62,7 @@ def pair(recipes: list[Recipe], closed: dict[str, list[int]]) -> tuple[Trainer, 
 def given_the_same(trainer: Trainer) -> None:
     """Lets a GPU's trainer have order and noise as they are drawn on the CPU."""
     recipes = trainer.recipes
-    twin, own = Trainer(recipes, images(recipes[0].data)).supply, trainer.live.supply.epoch
+    twin, own = Trainer(recipes, images(recipes[0].data)).live.supply, trainer.live.supply.epoch
 
     def epoch(number: int) -> tuple[Tensor, Tensor]:
         own(number)  # crops and flips its own images, as the seed says

@@ -547,9 +547,9 @@ def test_extra_gradient_moves_memory_and_warmup_once_per_step() -> None:
     constraint = Constraint(total, 0.5, dual=ExtrapolationFromPast(1.0), warmup=LinearWarmup(4))
     sgd = torch.optim.SGD(toy.parameters(), lr=0.125)
     closure = lambda: toy.xs()[0].sum() + constraint(toy)  # noqa: E731
-    extra_gradient_step(constraint, sgd, closure)  # looks ahead to x = 0.875 under the target 1 − 1/8 (the next)
+    extra_gradient_step(constraint, sgd, closure)  # looks ahead to x = 0.875, under the target of the step
     assert constraint.target.item() == 0.875
-    assert constraint._buffers["_dual_past"].item() == constraint.violation.item() == 0.875 - 0.875
+    assert constraint._buffers["_dual_past"].item() == constraint.violation.item() == 0.875 - 1
 
 
 @pytest.mark.parametrize("failing_call", [1, 2])

@@ -282,7 +282,7 @@ def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> 
     short, long = (
         Trainer(
             [get("demo").override(batch=16, epochs=n, settle_at=2, finetune_epochs=0)], images("mnist5k")
-        ).lagrangian
+        ).live.lagrangian
         for n in (2, 200)
     )
 

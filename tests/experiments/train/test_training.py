@@ -41,7 +41,7 @@ def by_hand(
     r: Recipe, term: Callable[[l0.Gated], Tensor] | None = None, ascend: Callable[[], None] = lambda: None
 ) -> tuple[nn.Module, list[dict[str, Tensor]], list[float]]:
     """One epoch as one would write it; the network, its parameters after every step, and the losses."""
-    order, noise = Trainer([r], data()).supply.epoch(0)
+    order, noise = Trainer([r], data()).live.supply.epoch(0)
     gated, model = build(r, data(), CPU)
     net: Any = model if gated is None else gated
     named = dict(net.named_parameters())
@@ -305,7 +305,9 @@ def test_the_average_is_corrected_for_its_beginning() -> None:
 
 def test_pixels_are_scaled_as_the_recipe_says() -> None:
     pixels = data().train_x.double() / 255
-    unit, standard = (Trainer([recipe(scaling=s)], data()).supply.scaled(data().train_x) for s in ("unit", "standard"))
+    unit, standard = (
+        Trainer([recipe(scaling=s)], data()).live.supply.scaled(data().train_x) for s in ("unit", "standard")
+    )
     torch.testing.assert_close(unit.double(), pixels, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(standard.double(), (pixels - data().mean[0]) / data().std[0], rtol=1e-5, atol=1e-5)
 
