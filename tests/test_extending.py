@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.small_models import mlp
 from torch import Tensor, nn
 
 import ellzero as l0
@@ -23,6 +22,7 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.loop import train
 from ellzero.graph.rules import RULES
 from support import ROOT
+from support.zoo import mlp
 
 
 def example(heading: str) -> dict[str, Any]:

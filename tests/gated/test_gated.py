@@ -40,7 +40,7 @@ def _fresh_compiler() -> None:
 
 
 def drawn(gated: l0.Gated, noise: Tensor) -> dict[str, Tensor]:
-    """z by name, each set of gates drawn by itself."""
+    """z by name, each placement drawn by itself."""
     sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
     return {
         name: gate.sample(u.reshape(gate.shape))
@@ -1025,3 +1025,11 @@ def test_all_gates_are_drawn_together() -> None:
         return len(seen.ops)
 
     assert kernels(2) == kernels(6)
+
+
+def test_what_is_flat_is_split_by_placement() -> None:
+    gated = scattered(l0.attach(mlp(4, 3, 2), torch.zeros(1, 4), where=l0.weights("*.weight")))
+    parts = gated.by_placement(gated.prob_open())
+    assert list(parts) == [name for name, _ in gated.named_gates()]
+    for name, gate in gated.named_gates():
+        torch.testing.assert_close(parts[name], gate.prob_open(), rtol=0, atol=0)

@@ -15,17 +15,22 @@ from torch.distributions import Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ellzero import gates as g
-from ellzero.gates.abstract import AbstractGate, Phi
+from ellzero.gates.abstract import AbstractGate, Phi, together
 from ellzero.gates.distributions import HardConcrete, Logistic, Rectified
 from ellzero.gates.hard_concrete import HardConcreteGate, Median, Noiseless
 from ellzero.gates.rectified import RectifiedGate
 
 EVALUATIONS: list[tuple[Callable[[Sequence[AbstractGate]], list[Tensor]], Callable[[AbstractGate], Tensor]]] = [
     (g.values, AbstractGate.value),
-    (g.opens, AbstractGate.open),
-    (g.probabilities, AbstractGate.prob_open),
-    (g.evidences, AbstractGate.evidence),
+    (lambda gates: together(gates, lambda gate, phi: gate.value_from(phi) != 0), AbstractGate.open),
+    (lambda gates: together(gates, lambda gate, phi: gate.prob_from(phi)), AbstractGate.prob_open),
+    (lambda gates: together(gates, lambda gate, phi: gate.evidence_from(phi)), AbstractGate.evidence),
 ]
+
+
+def probabilities(gates: list[AbstractGate]) -> Tensor:
+    """P(open) of all gates, evaluated together."""
+    return g.flat(gates, lambda gate, phi: gate.prob_from(phi))
 
 
 def alike() -> list[AbstractGate]:
@@ -202,7 +207,7 @@ def test_an_expected_density_of_a_thousandth_can_be_trained() -> None:
     optimizer = torch.optim.Adam([gate.log_alpha for gate in gates], lr=0.3)
     for _ in range(300):
         optimizer.zero_grad()
-        torch.cat([p.flatten() for p in g.probabilities(gates)]).sum().backward()
+        probabilities(gates).sum().backward()
         optimizer.step()
     assert all(gate.prob_open().max() < 1e-3 for gate in gates)
 
@@ -349,7 +354,7 @@ def test_a_mask_of_another_kind_is_refused(where: Tensor) -> None:
 
 class _Drawer(nn.ModuleList):
     def forward(self, u: Tensor) -> list[Tensor]:
-        return g.draw(list(self), u) + g.values(list(self)) + g.probabilities(list(self))  # type: ignore[arg-type]
+        return g.draw(list(self), u) + g.values(list(self)) + [probabilities(list(self))]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("make", [alike, mixed])
@@ -403,7 +408,7 @@ def test_every_precision_is_sound_up_to_50(dtype: torch.dtype) -> None:
         gate.to(dtype)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
     for u in (0.0, 0.5, 1.0):
-        out = g.draw(gates, torch.full((15,), u)) + g.values(gates) + g.probabilities(gates)
+        out = g.draw(gates, torch.full((15,), u)) + g.values(gates) + [probabilities(gates)]
         assert all(z.dtype == computed and z.isfinite().all() for z in out)
         sum(z.sum() for z in out).backward()  # type: ignore[union-attr]
     assert all(p.grad is not None and p.grad.isfinite().all() for gate in gates for p in gate.parameters())
@@ -488,7 +493,7 @@ class LogNormalGate(AbstractGate):
 def test_a_family_without_an_atom_lives_beside_the_others() -> None:
     gates: list[AbstractGate] = [HardConcreteGate(2), LogNormalGate(4), HardConcreteGate(1)]
     assert [len(z) for z in g.draw(gates)] == [2, 4, 1]
-    assert g.opens(gates)[1].tolist() == [True, True, False, False]
+    assert [bool(z) for z in g.values(gates)[1]] == [True, True, False, False]
     with pytest.raises(g.NoExpectation, match="only a kept cost exists"):
-        g.probabilities(gates)
+        probabilities(gates)
     assert issubclass(g.NoExpectation, TypeError)

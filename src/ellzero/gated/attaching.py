@@ -1,8 +1,6 @@
-"""Attachment: `attach(model, example_inputs)` puts gates on a model, `Gated` runs it with them.
+"""`attach(model, example_inputs)` puts gates on a model: traces it, asks `where` they go, and makes them.
 
-`Gated` draws every gate once per forward, multiplies the draws into the weights that read, and runs the user's own
-model with these weights in place of its own. The model is shared, not copied: called directly it is the dense
-network. This file does not know what an open gate costs, nor how a network is made smaller.
+This file does not know what gates do in a forward (`module.py`), nor what an open one costs.
 """
 
 from __future__ import annotations
@@ -77,8 +75,11 @@ def attach(
         graph = proven(model, graph, inputs)
     placements = list(_called(where)(graph))
     if not placements:
-        stream = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)"
-        reasons = "; ".join(f"`{a.name}`: {a.frozen or stream}" for a in graph.axes)
+        unfrozen = {
+            True: "a residual stream (`where=l0.shrinkable(streams=True)` gates it)",
+            False: "`where` leaves it out",
+        }
+        reasons = "; ".join(f"`{a.name}`: {a.frozen or unfrozen[a.stream]}" for a in graph.axes)
         raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
     return Gated(model, graph, placements, [_make(gate, p) for p in placements], inputs)
 

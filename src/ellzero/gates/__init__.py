@@ -6,11 +6,8 @@ from ellzero.gates.abstract import (
     NoExpectation,
     Phi,
     draw,
-    evidences,
     flat,
     noise,
-    opens,
-    probabilities,
     values,
 )
 from ellzero.gates.hard_concrete import AbstractRule, HardConcreteGate, Median, Noiseless
@@ -27,10 +24,7 @@ __all__ = [
     "RectifiedGate",
     "distributions",
     "draw",
-    "evidences",
     "flat",
     "noise",
-    "opens",
-    "probabilities",
     "values",
 ]

@@ -195,27 +195,12 @@ def draw(gates: Sequence[AbstractGate], u: Tensor | None = None) -> list[Tensor]
         u = noise(gates)
     elif u.shape != (total := sum(gate.shape.numel() for gate in gates),):
         raise ValueError(f"`u` must have shape ({total},), one entry per gate, got {tuple(u.shape)}")
-    return _together(gates, lambda gate, phi, u: gate.sample_from(phi, u), u)
+    return together(gates, lambda gate, phi, u: gate.sample_from(phi, u), u)
 
 
 def values(gates: Sequence[AbstractGate]) -> list[Tensor]:
     """`value()` of each gate, evaluated together."""
-    return _together(gates, lambda gate, phi: gate.value_from(phi))
-
-
-def opens(gates: Sequence[AbstractGate]) -> list[Tensor]:
-    """`open()` of each gate, evaluated together."""
-    return _together(gates, lambda gate, phi: gate.value_from(phi) != 0)
-
-
-def probabilities(gates: Sequence[AbstractGate]) -> list[Tensor]:
-    """`prob_open()` of each gate, evaluated together."""
-    return _together(gates, lambda gate, phi: gate.prob_from(phi))
-
-
-def evidences(gates: Sequence[AbstractGate]) -> list[Tensor]:
-    """`evidence()` of each gate, evaluated together."""
-    return _together(gates, lambda gate, phi: gate.evidence_from(phi))
+    return together(gates, lambda gate, phi: gate.value_from(phi))
 
 
 def flat(gates: Sequence[AbstractGate], f: Callable[[AbstractGate, Phi], Tensor]) -> Tensor:
@@ -230,7 +215,7 @@ def flat(gates: Sequence[AbstractGate], f: Callable[[AbstractGate, Phi], Tensor]
     phis = [gate.phi() for gate in gates]
     if len(set(map(_kind, gates, phis))) == 1:
         return _alike(gates, phis, f, None)
-    return torch.cat([part.reshape(-1) for part in _together(gates, f)])
+    return torch.cat([part.reshape(-1) for part in together(gates, f)])
 
 
 def _kind(gate: AbstractGate, phi: Phi) -> tuple[Hashable, ...]:
@@ -238,7 +223,7 @@ def _kind(gate: AbstractGate, phi: Phi) -> tuple[Hashable, ...]:
     return type(gate), gate.constants(), phi[0].dtype, phi[0].device
 
 
-def _together(gates: Sequence[AbstractGate], f: Callable[..., Tensor], u: Tensor | None = None) -> list[Tensor]:
+def together(gates: Sequence[AbstractGate], f: Callable[..., Tensor], u: Tensor | None = None) -> list[Tensor]:
     """One tensor per gate, in order, from one call of `f(gate, phi)` or `f(gate, phi, u)` per kind of gate."""
     phis = [gate.phi() for gate in gates]
     kinds = list(map(_kind, gates, phis))

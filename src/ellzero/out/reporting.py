@@ -303,15 +303,13 @@ def _state(axis: Axis, gates: bool, alive: bool, refusal: str | None) -> tuple[S
 
 
 def _gates(gated: Gated) -> tuple[GateRow, ...]:
-    sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
-    opens = gated.opens().split(sizes)
-    rows = []
-    for (name, gate), kept in zip(gated.named_gates(), opens, strict=True):
+    opens, rows = gated.by_placement(gated.opens()), []
+    for name, gate in gated.named_gates():
         try:
             expected: float | None = float(gate.prob_open().double().sum())
         except NoExpectation:
             expected = None
-        rows.append(GateRow(name, kept.numel(), expected, int(kept.sum()), _family(gate)))
+        rows.append(GateRow(name, gate.shape.numel(), expected, int(opens[name].sum()), _family(gate)))
     return tuple(rows)
 
 

@@ -153,10 +153,9 @@ def carry_out(
 
 def _gone(gated: Gated) -> dict[str, Tensor]:
     """For each parameter of gates, by its name in `gated`, which entries belong to gates that nothing is left of."""
-    gone = torch.as_tensor(gated.gone(), device=gated.tables["ends"].device)
-    parts = gone.split([gate.shape.numel() for _, gate in gated.named_gates()])
+    gone = gated.by_placement(torch.as_tensor(gated.gone(), device=gated.tables["ends"].device))
     out = {}
-    for key, (_, gate), mask in zip(gated.gates, gated.named_gates(), parts, strict=True):
+    for key, (name, gate) in zip(gated.gates, gated.named_gates(), strict=True):
         for own, _ in gate.named_parameters():
-            out[f"gates.{key}.{own}"] = mask.reshape(gate.shape)
+            out[f"gates.{key}.{own}"] = gone[name]
     return out
