@@ -1,9 +1,8 @@
-"""Figures: fronts against enumeration, published points against their printed shares, files byte by byte."""
+"""Figures: published points against their printed shares, files byte by byte."""
 
 from __future__ import annotations
 
 import importlib.util
-import random
 import subprocess
 import sys
 from itertools import combinations
@@ -19,13 +18,12 @@ from ellzero.experiments.figures import (
     Point,
     can_draw,
     curves,
-    front,
     grid,
     legend,
     pareto,
-    published,
     save,
 )
+from ellzero.experiments.study.literature import published
 
 # Shares in percent, computed by hand from the architectures in both papers' Tables 1: weights, MACs, density.
 MLP = {
@@ -68,22 +66,6 @@ def test_published_errors_are_best_or_last_as_asked() -> None:
     assert published("wrn-28-10", "params") == []
     with pytest.raises(ValueError, match="`which` must be"):
         published("lenet5", "params", "first")
-
-
-def beats(a: Point, b: Point) -> bool:
-    return a.cost <= b.cost and a.error <= b.error and (a.cost, a.error) != (b.cost, b.error)
-
-
-def test_the_front_is_what_no_other_beats() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        points = [Point(rng.randint(1, 8) / 8, rng.randint(0, 8)) for _ in range(rng.randint(1, 12))]
-        got = front(points)
-        assert {(p.cost, p.error) for p in got} == {
-            (p.cost, p.error) for p in points if not any(beats(q, p) for q in points)
-        }
-        assert len({(p.cost, p.error) for p in got}) == len(got)
-        assert [p.cost for p in got] == sorted(p.cost for p in got)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

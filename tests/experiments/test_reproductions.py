@@ -14,8 +14,8 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from ellzero.experiments.figures import _PUBLISHED
 from ellzero.experiments.study import Study, draw, find, studies
+from ellzero.experiments.study.literature import PRINTED
 from support import ROOT
 from support.campaigns import DENSE, invented, known, module
 
@@ -63,7 +63,7 @@ def test_rows_of_both_tables_have_the_published_numbers() -> None:
     """Typed in twice, from the papers, for the rows and for the context of the Pareto plot."""
     printed = {
         (network, "-".join(map(str, architecture))): (best, last)
-        for network, points in _PUBLISHED.items()
+        for network, points in PRINTED.items()
         for _, architecture, best, last in points
     }
     for name in ("louizos2018-table1", "gallego2021-table1", "louizos2018-figure3"):

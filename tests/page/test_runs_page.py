@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import pytest
 
 from ellzero.cli import main
-from ellzero.experiments import figures
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.study.literature import published
 from ellzero.page import charts, page_file
 from ellzero.page.collecting import COSTS, Note, collect
 from ellzero.page.runs import groups, kinds, runs_page
@@ -345,7 +345,7 @@ def test_the_chart_has_every_run_and_the_published_networks(tmp_path: Path) -> N
     for key, chart in shown.items():
         cost, error = key.split()
         theirs, ours, means, front = chart["data"]
-        known = figures.published("lenet300", cost, error.removeprefix("error_"))  # type: ignore[arg-type]
+        known = published("lenet300", cost, error.removeprefix("error_"))  # type: ignore[arg-type]
         assert theirs["x"] == pytest.approx([100 * p.cost for p in known])
         assert theirs["y"] == [p.error for p in known]
         assert ours["x"] == pytest.approx([10, 20, 30])

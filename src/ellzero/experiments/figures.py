@@ -1,8 +1,7 @@
 """Figures: one style for all of them, the published points beside ours, and files that come out the same every time.
 
 A figure is drawn with `grid`, and written with `save` as PNG and SVG, its caption beside it. matplotlib is an extra
-(`ellzero[plots]`) and is imported when something is drawn. This file knows numbers and names; what was trained, and
-how, it does not know.
+(`ellzero[plots]`) and is imported when something is drawn. This file does not know what was trained, nor how.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
+from ellzero.experiments import statistics
 from ellzero.out.files import replacing, write_text
 
 if TYPE_CHECKING:
@@ -166,20 +166,6 @@ class Point:
     label: str = ""
 
 
-def front(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats: none is cheaper and no worse, or better and no dearer. By rising cost.
-
-    Example:
-        >>> [p.label for p in front([Point(0.2, 2.0, "a"), Point(0.3, 1.5, "b"), Point(0.4, 1.8, "c")])]
-        ['a', 'b']
-    """
-    out: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.cost, p.error)):
-        if not out or point.error < out[-1].error:
-            out.append(point)
-    return out
-
-
 _NAMES = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
 
 
@@ -198,7 +184,7 @@ def pareto(
         path: of the files, without an ending.
         cost: which one the points have.
         title: above it, such as the network's name.
-        published: of others, as `published` gives them; they do not count for the front.
+        published: of others; they do not count for the front.
 
     Returns:
         The files: PNG, SVG, caption.
@@ -212,7 +198,7 @@ def pareto(
     for point in (*points, *published):
         if not (0 < point.cost <= 1 and 0 <= point.error <= 100):
             raise ValueError(f"`points` must have a cost in (0, 1] and an error in [0, 100] %, got {point}")
-    best = front(points)
+    best = [points[k] for k in statistics.pareto([(p.cost, p.error) for p in points])]
     with grid(size=(5.0, 3.6)) as (figure, (axes,)):
         spots = [100 * p.cost for p in points], [p.error for p in points]
         axes.plot(*spots, "o", color=BLUE, alpha=0.45, markeredgewidth=0, label=f"ours ({len(points)})")
@@ -286,74 +272,17 @@ def _annotate(axes: Axes, labels: Sequence[tuple[float, float, str]]) -> None:
             text.remove()
 
 
-# ---------------------------------------------------------------- what the papers print
-
-# Method, pruned architecture, and the error in percent: best during training, and at the end, as far as printed.
-# Louizos et al. (2018), Table 1, says "after 200 epochs"; Gallego-Posada et al. (2021), Table 1, gives both for theirs.
-_PUBLISHED: dict[str, list[tuple[str, tuple[int, ...], float | None, float | None]]] = {
-    "lenet300": [
-        ("Sparse VD", (512, 114, 72), None, 1.8),
-        ("BC-GNJ", (278, 98, 13), None, 1.8),
-        ("BC-GHS", (311, 86, 14), None, 1.8),
-        ("L0 λ=0.1/N", (219, 214, 100), None, 1.4),
-        ("L0 λ sep.", (266, 88, 33), None, 1.8),
-        ("constr. 33 %", (198, 233, 100), 1.4, 1.69),
-        ("constr. 30 % ×3", (243, 89, 29), 1.63, 2.18),
-    ],
-    "lenet5": [
-        ("Sparse VD", (14, 19, 242, 131), None, 1.0),
-        ("GL", (3, 12, 192, 500), None, 1.0),
-        ("GD", (7, 13, 208, 16), None, 1.1),
-        ("SBP", (3, 18, 284, 283), None, 0.9),
-        ("BC-GNJ", (8, 13, 88, 13), None, 1.0),
-        ("BC-GHS", (5, 10, 76, 16), None, 1.0),
-        ("L0 λ=0.1/N", (20, 25, 45, 462), None, 0.9),
-        ("L0 λ sep.", (9, 18, 65, 25), None, 1.0),
-        ("constr. 10 %", (20, 21, 34, 407), 0.53, 1.04),
-        ("constr. by layer", (10, 14, 224, 29), 0.7, 0.97),
-    ],
-}
-
-
-def published(network: str, cost: Literal["l0_norm", "params", "macs"], which: str = "last") -> list[Point]:
-    """The networks in both papers' Tables 1, their cost computed from the pruned architecture as printed.
-
-    Args:
-        network: "lenet300" or "lenet5"; others have none.
-        cost: of the compact network: "params" counts weights and biases, "l0_norm" the weights whose own gate is open.
-        which: the error at the "last" epoch, or the "best" one; where a paper gives one of them only, that.
-
-    Example:
-        >>> published("lenet300", "params")[3]
-        Point(cost=0.2610..., error=1.4, label='L0 λ=0.1/N')
-    """
-    if which not in ("best", "last"):
-        raise ValueError(f'`which` must be "best" or "last", got {which!r}')
-    out = []
-    for method, architecture, best, last in _PUBLISHED.get(network, ()):
-        printed = [e for e in ((best, last) if which == "best" else (last, best)) if e is not None]
-        out.append(Point(_count(network, cost, architecture) / _count(network, cost, None), printed[0], method))
-    return out
-
-
-def _count(network: str, cost: str, architecture: tuple[int, ...] | None) -> int:
-    """What a network costs whose layers have so many units left, of those that gates can close."""
-    if network == "lenet300":
-        a, b, c = dense = (784, 300, 100)
-        if architecture is not None:
-            a, b, c = architecture
-        if cost == "l0_norm":
-            return a * dense[1] + b * dense[2] + c * 10
-        return a * b + b * c + c * 10 + (b + c + 10 if cost == "params" else 0)
-    a, b, c, d = architecture or (20, 50, 800, 500)
-    if cost == "l0_norm":  # a map of a convolution counts its bias too
-        return a * (25 + 1) + b * (20 * 25 + 1) + c * 500 + d * 10
-    if cost == "params":
-        return a * 25 + a + a * b * 25 + b + c * d + d + d * 10 + 10
-    return a * 25 * 24**2 + a * b * 25 * 8**2 + c * d + d * 10
-
-
 # ---------------------------------------------------------------- one run
+
+
+@contextmanager
+def _several(count: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure of so many panels, in rows of a width and a height; what is left of the last row is blank."""
+    rows = -(-count // columns)
+    with grid(rows, columns, size=(size[0], size[1] * rows)) as (figure, axes):
+        for panel in axes[count:]:
+            panel.set_axis_off()
+        yield figure, axes[:count]
 
 
 def history(
@@ -376,9 +305,8 @@ def history(
         The files: PNG, SVG, caption.
     """
     columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    with grid(rows, columns, size=(PAGE * columns / 3 + 0.5, 2.1 * rows)) as (figure, axes):
-        for panel, (label, lines) in zip(axes, panels, strict=False):
+    with _several(len(panels), columns, (PAGE * columns / 3 + 0.5, 2.1)) as (figure, axes):
+        for panel, (label, lines) in zip(axes, panels, strict=True):
             for number, (name, values) in enumerate(lines.items()):
                 style = "--" if name == "expected" else "-"
                 shown = [math.nan if v is None else v for v in values]
@@ -389,8 +317,6 @@ def history(
             panel.set(xlabel="epoch", ylabel=label)
             if len(lines) > 1:
                 panel.legend()
-        for panel in axes[len(panels) :]:
-            panel.set_axis_off()
         return save(figure, path, caption)
 
 
@@ -452,7 +378,7 @@ def widths(columns: Sequence[tuple[str, int, int]], path: str | PathLike[str], c
 
 
 def strips(panels: Sequence[tuple[str, Sequence[float], Any]], path: str | PathLike[str], caption: str) -> list[Path]:
-    """Draws P(open) of gates over time, a panel for each set of gates.
+    """Draws P(open) of gates over time, a panel for each placement.
 
     Args:
         panels: name, epochs, and percent by gate and epoch.
@@ -460,17 +386,14 @@ def strips(panels: Sequence[tuple[str, Sequence[float], Any]], path: str | PathL
         caption: what one sees.
     """
     columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    with grid(rows, columns, size=(max(COLUMN, PAGE * columns / 4), 2.2 * rows)) as (figure, axes):
-        for panel, (name, epochs, percent) in zip(axes, panels, strict=False):
+    with _several(len(panels), columns, (max(COLUMN, PAGE * columns / 4), 2.2)) as (figure, axes):
+        for panel, (name, epochs, percent) in zip(axes, panels, strict=True):
             ends = (min(epochs) - 0.5, max(epochs) + 0.5)
             shown = panel.imshow(
                 percent, aspect="auto", cmap="Blues", vmin=0, vmax=100, extent=(*ends, len(percent), 0), rasterized=True
             )
             panel.set(title=name, xlabel="epoch", yticks=[])
             panel.grid(False)
-        for panel in axes[len(panels) :]:
-            panel.set_axis_off()
         figure.colorbar(shown, ax=axes, label="P(open) (%)", shrink=0.8)
         return save(figure, path, caption)
 
@@ -478,7 +401,7 @@ def strips(panels: Sequence[tuple[str, Sequence[float], Any]], path: str | PathL
 def histograms(
     panels: Sequence[tuple[str, Sequence[float], Sequence[float] | None]], path: str | PathLike[str], caption: str
 ) -> list[Path]:
-    """Draws how gates are spread over [0, 1], a panel for each set: the two ends, and bins between.
+    """Draws how gates are spread over [0, 1], a panel for each placement: the two ends, and bins between.
 
     Args:
         panels: name, shares of the values at test time, and shares by the gates' distribution if it is known.
@@ -486,9 +409,8 @@ def histograms(
         caption: what one sees.
     """
     columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    with grid(rows, columns, size=(max(COLUMN, PAGE * columns / 4), 2.2 * rows)) as (figure, axes):
-        for panel, (name, kept, expected) in zip(axes, panels, strict=False):
+    with _several(len(panels), columns, (max(COLUMN, PAGE * columns / 4), 2.2)) as (figure, axes):
+        for panel, (name, kept, expected) in zip(axes, panels, strict=True):
             bins = len(kept) - 2
             width = 1 / bins
             x = [-1.5 * width, *((b + 0.5) * width for b in range(bins)), 1 + 1.5 * width]
@@ -500,8 +422,6 @@ def histograms(
                 panel.plot([x[0], x[-1]], ends, "D", color=VERMILION, label="its atoms")
             panel.set(title=name, xlabel="value of the gate", ylabel="gates (%)")
             panel.set_xticks([x[0], 0.5, x[-1]], ["0", "0.5", "1"])
-        for panel in axes[len(panels) :]:
-            panel.set_axis_off()
         legend(figure, axes[0])
         return save(figure, path, caption)
 
@@ -527,25 +447,3 @@ def picture(
         axes.set_axis_off()
         figure.colorbar(shown, ax=axes, label=label, shrink=0.8)
         return save(figure, path, caption)
-
-
-__all__ = [
-    "COLOURS",
-    "MARKERS",
-    "PlotsMissingError",
-    "Point",
-    "can_draw",
-    "curves",
-    "flops",
-    "front",
-    "grid",
-    "histograms",
-    "history",
-    "legend",
-    "pareto",
-    "picture",
-    "published",
-    "save",
-    "strips",
-    "widths",
-]

@@ -42,8 +42,9 @@ from ellzero.experiments.campaign import (
 )
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
-from ellzero.experiments.statistics import interval, pareto
+from ellzero.experiments.statistics import interval, pareto, with_interval
 from ellzero.experiments.store.provenance import provenance
+from ellzero.experiments.study.literature import published
 from ellzero.experiments.train.building import COSTS, targets
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
@@ -409,7 +410,7 @@ def table(record: Record) -> Table:
             out.add_row(*left, *["diverged" if point["diverged"] else "–"] * 2, *["–"] * 4, "")
             continue
         mean = point["mean"]
-        cells = [_error(mean, name) for name in ("error_best", "error_last")]
+        cells = [with_interval([run[name] for run in point["runs"]]) for name in ("error_best", "error_last")]
         cells += [f"{100 * mean[kind]['l0_norm']:.1f} %" for kind in ("expected", "kept")]
         for cost in ("params", "macs"):
             share, run = mean["kept"][cost], point["runs"][0]
@@ -422,11 +423,6 @@ def table(record: Record) -> Table:
             note = "layer empty"
         out.add_row(*left, *cells, note)
     return out
-
-
-def _error(mean: Record, name: str) -> str:
-    half = mean[f"{name}_interval"]
-    return f"{mean[name]:.2f}" if half is None else f"{mean[name]:.2f} ± {half:.2f}"
 
 
 def draw(record: Record, out: Path) -> list[Path]:
@@ -446,10 +442,7 @@ def draw(record: Record, out: Path) -> list[Path]:
     points = [figures.Point(min(p["mean"]["kept"][axis], 1.0), p["mean"]["error_last"], p["label"]) for p in good]
     kinds = {(p["recipe"]["network"], p["recipe"]["data"]) for p in good}
     network, data = next(iter(kinds))
-    published = figures.published(network, axis) if len(kinds) == 1 and data == "mnist" else []
+    theirs = published(network, axis) if len(kinds) == 1 and data == "mnist" else []
     means = f", means over {record['seeds']} seeds" if record["seeds"] > 1 else ""
     title = record["recipe"]["name"] + means
-    return figures.pareto(points, out / _FIGURE, cost=axis, title=title, published=published)
-
-
-__all__ = ["Combination", "Sweep", "draw", "pareto", "run", "stored", "table", "values_of"]
+    return figures.pareto(points, out / _FIGURE, cost=axis, title=title, published=theirs)
