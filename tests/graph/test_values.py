@@ -52,7 +52,7 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 
 @st.composite
-def values(draw: st.DrawFn) -> tuple[Ties, Value]:
+def some_values(draw: st.DrawFn) -> tuple[Ties, Value]:
     """A value that carries units on one random dimension."""
     shape = draw(shapes)
     dim = draw(st.integers(0, len(shape) - 1))
@@ -77,7 +77,7 @@ def _fitted(parts: Sequence[int], total: int) -> tuple[int, ...]:
     return (*out, total)
 
 
-@given(values(), st.data())
+@given(some_values(), st.data())
 def test_reshape_is_what_torch_does(start: tuple[Ties, Value], data: st.DataObject) -> None:
     """Through up to three reshapes and permutations in a row: at each entry the same unit, or the unit is frozen."""
     record, value = start
@@ -134,7 +134,7 @@ def test_reshape_keeps_two_axes_that_stay_apart() -> None:
     assert set(out.carried) == {(1,), (2, 3)}
 
 
-@given(values(), st.data())
+@given(some_values(), st.data())
 def test_take_is_index_select(start: tuple[Ties, Value], data: st.DataObject) -> None:
     record, value = start
     (truth,) = content(value)
@@ -144,7 +144,7 @@ def test_take_is_index_select(start: tuple[Ties, Value], data: st.DataObject) ->
     assert torch.equal(content(out)[0], truth.index_select(dim, torch.tensor(index)))
 
 
-@given(values(), st.data())
+@given(some_values(), st.data())
 def test_insert_is_unsqueeze(start: tuple[Ties, Value], data: st.DataObject) -> None:
     _, value = start
     (truth,) = content(value)
@@ -152,7 +152,7 @@ def test_insert_is_unsqueeze(start: tuple[Ties, Value], data: st.DataObject) -> 
     assert torch.equal(content(values.insert(value, dim))[0], truth.unsqueeze(dim))
 
 
-@given(values(), st.data())
+@given(some_values(), st.data())
 def test_drop_is_select(start: tuple[Ties, Value], data: st.DataObject) -> None:
     record, value = start
     (truth,) = content(value)
@@ -246,9 +246,9 @@ def test_concat_is_cat(data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
     record, atoms = ties(*sizes)
-    values = [Value((*shape[:dim], n, *shape[dim + 1 :]), {(dim,): a}) for n, a in zip(sizes, atoms, strict=True)]
-    truth = torch.cat([content(v)[0] for v in values], dim)
-    out = values.concat(record, values, dim, tuple(truth.shape))
+    parts = [Value((*shape[:dim], n, *shape[dim + 1 :]), {(dim,): a}) for n, a in zip(sizes, atoms, strict=True)]
+    truth = torch.cat([content(v)[0] for v in parts], dim)
+    out = values.concat(record, parts, dim, tuple(truth.shape))
     assert torch.equal(content(out)[0], truth)
     assert not record.freezes
 
