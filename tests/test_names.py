@@ -76,7 +76,7 @@ def test_a_name_that_never_was_fails_as_it_does_everywhere() -> None:
 
 
 def test_importing_takes_no_plots_and_no_pages() -> None:
-    heavy = {"matplotlib", "plotly", "scipy", "ellzero.experiments", "ellzero.page", "ellzero.cli"}
+    heavy = {"matplotlib", "plotly", "scipy", "rich.console", "ellzero.experiments", "ellzero.page", "ellzero.cli"}
     code = "import sys, torch; before = set(sys.modules); import ellzero; print(*sorted(set(sys.modules) - before))"
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert not heavy.intersection(ran.stdout.split())

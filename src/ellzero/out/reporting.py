@@ -13,14 +13,10 @@ from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from io import StringIO
-from typing import Literal, final
+from typing import TYPE_CHECKING, Literal, final
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from ellzero.gated.module import Gated
@@ -31,6 +27,9 @@ from ellzero.graph.tracing import batch_size, mode
 from ellzero.objectives.costs import Cost, l0_norm, macs, params
 from ellzero.objectives.latency import device_name, interleaved
 from ellzero.out.compaction import compact, fitted, refuse_unfit
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 State = Literal["gated", "frozen", "not gated", "closed"]
 WIDTH = 100
@@ -152,6 +151,11 @@ class Report:
         return "\n\n".join(parts + self._notes()) + "\n"
 
     def __rich__(self) -> RenderableType:
+        from rich import box  # here, since it takes as long to import as half of the library
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
         parts: list[RenderableType] = []
         for title, header, rows in self._tables():
             table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -252,6 +256,8 @@ def report(gated: Gated, *, speed: bool = False) -> Report:
 
 def render(report: RenderableType, width: int = WIDTH) -> str:
     """Anything that rich can print, as plain text."""
+    from rich.console import Console
+
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=False, force_jupyter=False, color_system=None)
     console.print(report)

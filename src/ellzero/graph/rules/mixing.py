@@ -12,6 +12,9 @@ from ellzero.graph.rules.call import Call, axis, couples, tensors, unknown
 from ellzero.graph.rules.entrywise import entrywise
 from ellzero.graph.values import Value
 
+ALONG_ONE = "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp sort topk"
+REDUCTIONS = "mean sum amax amin var std prod all any logsumexp max min argmax argmin norm linalg_vector_norm"
+
 
 @couples("batch_norm", "instance_norm")
 def unit_norm(call: Call, x: Value, *rest: Any) -> Value:
@@ -39,17 +42,7 @@ def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
     return replace(out, carried=values.without(call.ties, out, mixed, call.mixes()), why=f"the output of {call.where}")
 
 
-@couples(
-    "softmax",
-    "log_softmax",
-    "_softmax",
-    "_log_softmax",
-    "cumsum",
-    "cumprod",
-    "logcumsumexp",
-    "sort",
-    "topk",
-)
+@couples(*ALONG_ONE.split())
 def along_one(call: Call, x: Value, *rest: Any) -> list[Value]:
     numbers = [r for r in rest if isinstance(r, int) and not isinstance(r, bool)]
     dim = numbers[1] if call.op == "topk" and len(numbers) > 1 else numbers[0] if numbers else -1
@@ -59,24 +52,7 @@ def along_one(call: Call, x: Value, *rest: Any) -> list[Value]:
     return [Value(shape, carried, f"the output of {call.where}") for shape in call.shapes]
 
 
-@couples(
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "var",
-    "std",
-    "prod",
-    "all",
-    "any",
-    "logsumexp",
-    "max",
-    "min",
-    "argmax",
-    "argmin",
-    "norm",
-    "linalg_vector_norm",
-)
+@couples(*REDUCTIONS.split())
 def reduction(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
     if any(isinstance(r, Value) for r in rest):
         return entrywise(call, x, *rest)  # max(a, b), min(a, b)
