@@ -1,12 +1,13 @@
 """Shared runs: trained once, the same for who asks first and who asks second."""
 
+import ast
 from pathlib import Path
 
 import pytest
 import torch
 
 from ellzero.experiments.store.folder import Folder
-from support import finished
+from support import ROOT, finished
 from support.finished import begun, copied, once
 
 SHORT = {
@@ -49,3 +50,16 @@ def test_a_folder_that_failed_is_made_again() -> None:
     with pytest.raises(KeyError):
         once("failing", fail)
     assert once("failing", Path.mkdir).is_dir()
+
+
+def test_no_test_module_imports_another() -> None:
+    """What tests share is in `support`: then each file can be moved, and run alone."""
+    found = {
+        f"{path.name} imports {name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        if name.split(".")[0].startswith("test_")
+    }
+    assert not found
