@@ -113,6 +113,10 @@ def tell(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
+def silent(line: str) -> None:
+    """Prints nothing, in place of `tell`."""
+
+
 def warn(message: object) -> None:
     """Prints what the user should know of, as one line, to standard error."""
     tell(f"ellzero: warning: {' '.join(str(message).split())}")

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from rich.text import Text
 from tyro.conf import Positional, arg
 
-from ellzero.cli.app import FAILED, CommandError, app, foreseen, resumable, say, show, show_json, tell
-from ellzero.cli.opening import Device, loader, refuse_below_one, refuse_several
+from ellzero.cli.app import FAILED, CommandError, app, foreseen, resumable, say, show, show_json, silent, tell
+from ellzero.cli.opening import DataDir, Device, loader, refuse_below_one, refuse_several
 from ellzero.experiments import study as making
 from ellzero.experiments.campaign import AT_ONCE, CampaignError, Record
 from ellzero.experiments.figures import PlotsMissingError, can_draw
@@ -32,7 +32,7 @@ def reproduce(
     epochs: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: the paper's)")] = None,
     device: Device = "auto",
     data: Annotated[Literal["mnist", "mnist5k"] | None, arg(help_behavior_hint="(default: the paper's)")] = None,
-    data_dir: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    data_dir: DataDir = None,
     only: Annotated[str | None, arg(metavar="PATTERN", help_behavior_hint="")] = None,
     every: Annotated[int, arg(metavar="N")] = 1,
     at_once: Annotated[int, arg(metavar="N")] = AT_ONCE,
@@ -75,53 +75,28 @@ def reproduce(
         json: print the records as JSON.
         quiet: show no progress.
     """
+    study = _find(name, json)
+    if study is None:
+        return
+    trained = {"seeds": seeds, "epochs": epochs, "data": data, "data-dir": data_dir, "only": only}
+    options = {**trained, "every": every, "at-once": at_once, "device": device}
+    _refuse(study, trained, options, resume + fresh + draw_only)
+    with foreseen(bad_usage=(StudyError, ValueError)):
+        asked = Reproduction(study, seeds, epochs, data, only or "*", every, at_once)
+    home = Path("runs", "reproduce", study.name) if out is None else Path(out)
+    records = _stored(asked, home) if draw_only else _made(asked, home, options, resume, fresh, quiet)
+    _show(study, records, home, json)
+
+
+def _find(name: str | None, json: bool) -> Study | None:
+    """The study of this name; without a name all are listed."""
     with foreseen(bad_usage=(StudyError,)):
         known = making.studies()
-        if name is None:
-            _list(known, json)
-            return
-        study = making.find(name, known)
-    refuse_below_one({"seeds": seeds, "epochs": epochs, "every": every, "at-once": at_once})
-    if resume + fresh + draw_only > 1:
-        raise CommandError("`--resume`, `--fresh` and `--draw-only` exclude each other: give one of them")
-    refuse_several("reproduce")
-    trained = {"seeds": seeds, "epochs": epochs, "data": data, "data-dir": data_dir, "only": only}
-    for option, value in trained.items():
-        if study.compute is not None and value is not None:
-            raise CommandError(f"`--{option}` must be absent: `{study.name}` trains nothing, got {value}")
-    home = Path("runs", "reproduce", study.name) if out is None else Path(out)
-    drawable = study.draw is None or can_draw()
-    if not drawable and (draw_only or study.compute is not None):
-        raise CommandError(str(PlotsMissingError()), FAILED)
-    if draw_only:
-        with foreseen(bad_usage=(StudyError,)):
-            records, missing = making.stored(study, home, only or "*")
-        if missing:
-            tell(f"not there yet: {', '.join(missing)}")
-    else:
-        if not drawable:
-            tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
-        options = trained | {"every": every if every != 1 else None, "at-once": at_once if at_once != AT_ONCE else None}
-        again = _command(study, home, options | {"device": device if device != "auto" else None})
-        fewer = f"try fewer runs together than {at_once}, by `--at-once` and a new folder"
-        with resumable(again, fewer), foreseen(bad_usage=(StudyError, CampaignError, ValueError)):
-            asked = Reproduction(study, seeds, epochs, data, only or "*", every, at_once)
-            load, watchers = loader(data_dir, device), [] if quiet else [Bar()]
-            said = (lambda _: None) if quiet else tell
-            records = making.reproduce(asked, load, home, resume=resume, fresh=fresh, watchers=watchers, say=said)
-    with foreseen():
-        files = making.draw(study, records, home) if drawable else []
-    if json:
-        show_json(records)
-        return
-    _show(study, records)
-    say(f"results: {home}", *(f"figure: {file}" for file in files if file.suffix in (".png", ".svg")))
-
-
-def _list(known: dict[str, Study], json: bool) -> None:
+        if name is not None:
+            return making.find(name, known)
     if json:
         show_json([{"name": s.name, "title": s.title, "rows": len(s.rows), "seeds": s.seeds} for s in known.values()])
-        return
+        return None
     table = new_table("", ("study", "what", "runs"))
     for column in table.columns:
         column.overflow = "fold"
@@ -130,22 +105,67 @@ def _list(known: dict[str, Study], json: bool) -> None:
         table.add_row(study.name, Text(study.title), runs)
     show(table)
     say("For example: ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3")
+    return None
+
+
+def _refuse(study: Study, trained: dict[str, Any], options: dict[str, Any], ways: int) -> None:
+    refuse_below_one({name: options[name] for name in ("seeds", "epochs", "every", "at-once")})
+    if ways > 1:
+        raise CommandError("`--resume`, `--fresh` and `--draw-only` exclude each other: give one of them")
+    refuse_several("reproduce")
+    for option, value in trained.items():
+        if study.compute is not None and value is not None:
+            raise CommandError(f"`--{option}` must be absent: `{study.name}` trains nothing, got {value}")
+    if study.compute is not None and not _drawable(study):
+        raise CommandError(str(PlotsMissingError()), FAILED)
+
+
+def _drawable(study: Study) -> bool:
+    return study.draw is None or can_draw()
 
 
 def _command(study: Study, home: Path, options: dict[str, Any]) -> str:
     """The command that goes on with this reproduction."""
-    given = {**options, "out": home}
-    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    usual = {"every": 1, "at-once": AT_ONCE, "device": "auto"}
+    given = {name: value for name, value in options.items() if value not in (None, usual.get(name))} | {"out": home}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return shlex.join(["ellzero", "reproduce", study.name, *words, "--resume"])
 
 
-def _show(study: Study, records: list[Record]) -> None:
-    if study.table is None:
+def _stored(asked: Reproduction, home: Path) -> list[Record]:
+    if not _drawable(asked.study):
+        raise CommandError(str(PlotsMissingError()), FAILED)
+    with foreseen(bad_usage=(StudyError,)):
+        records, missing = making.stored(asked.study, home, asked.only)
+    if missing:
+        tell(f"not there yet: {', '.join(missing)}")
+    return records
+
+
+def _made(
+    asked: Reproduction, home: Path, options: dict[str, Any], resume: bool, fresh: bool, quiet: bool
+) -> list[Record]:
+    if not _drawable(asked.study):
+        tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
+    fewer = f"try fewer runs together than {asked.at_once}, by `--at-once` and a new folder"
+    again, load = _command(asked.study, home, options), loader(options["data-dir"], options["device"])
+    with resumable(again, fewer), foreseen(bad_usage=(StudyError, CampaignError, ValueError)):
+        watchers, said = ([], silent) if quiet else ([Bar()], tell)
+        return making.reproduce(asked, load, home, resume=resume, fresh=fresh, watchers=watchers, say=said)
+
+
+def _show(study: Study, records: list[Record], home: Path, json: bool) -> None:
+    with foreseen():
+        files = making.draw(study, records, home) if _drawable(study) else []
+    if json:
+        show_json(records)
         return
-    runs = sorted({len(r["seeds"]) for r in records})
-    devices = ", ".join(dict.fromkeys(str(r["device"]) for r in records))
-    seeds = f"{' or '.join(map(str, runs))} seed{'s' * (runs != [1])}"
-    lengths = sorted({r["recipe"]["epochs"] for r in records})
-    epochs = f"{' or '.join(map(str, lengths))} epoch{'s' * (lengths != [1])}"
-    data = " and ".join(dict.fromkeys(r["recipe"]["data"] for r in records))
-    show(study.table(records, f"{study.title}; {data}, {epochs}, {devices}, {seeds}"), WIDTH)
+    if study.table is not None:
+        runs = sorted({len(r["seeds"]) for r in records})
+        lengths = sorted({r["recipe"]["epochs"] for r in records})
+        data = " and ".join(dict.fromkeys(r["recipe"]["data"] for r in records))
+        epochs = f"{' or '.join(map(str, lengths))} epoch{'s' * (lengths != [1])}"
+        devices = ", ".join(dict.fromkeys(str(r["device"]) for r in records))
+        seeds = f"{' or '.join(map(str, runs))} seed{'s' * (runs != [1])}"
+        show(study.table(records, f"{study.title}; {data}, {epochs}, {devices}, {seeds}"), WIDTH)
+    say(f"results: {home}", *(f"figure: {file}" for file in files if file.suffix in (".png", ".svg")))

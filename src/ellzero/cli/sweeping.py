@@ -6,17 +6,19 @@ What a sweep is and how it is done is in `sweep`; here are the words around it.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from ellzero.cli.app import CommandError, app, foreseen, resumable, say, show, show_json, tell
-from ellzero.cli.opening import Device, Fields, find_recipe, loader, refuse_below_one, refuse_several
+from ellzero.cli.app import CommandError, app, foreseen, resumable, say, show, show_json, silent, tell
+from ellzero.cli.opening import DataDir, Device, Fields, find_recipe, loader, refuse_below_one, refuse_several
 from ellzero.experiments import sweep as sweeping
 from ellzero.experiments.campaign import CampaignError, Record
 from ellzero.experiments.figures import PlotsMissingError, can_draw
-from ellzero.experiments.sweep import Sweep
+from ellzero.experiments.sweep import Cost, Sweep
 from ellzero.experiments.train.watching import Bar
 
 WIDTH = 172  # of a table that goes to a file
@@ -30,7 +32,7 @@ def sweep(
     resume: bool = False,
     fresh: bool = False,
     device: Device = "auto",
-    data_dir: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    data_dir: DataDir = None,
     at_once: Annotated[
         int | None, arg(metavar="N", help_behavior_hint="(default: what the device has room for)")
     ] = None,
@@ -77,32 +79,22 @@ def sweep(
     refuse_several("sweep")
     chosen, home, before = _chosen(recipe, out, resume, seeds, every, fields)
     directory = before.get("data_dir") if data_dir is None else data_dir
-    drawable = can_draw()
-    if not drawable and not quiet:
+    load = loader(directory, device, before.get("device"))
+    about = {"data_dir": None if directory is None else str(Path(directory).resolve())}
+    run = partial(sweeping.run, chosen, load, home, resume=resume, fresh=fresh, at_once=at_once, about=about)
+    _show(_record(run, home, None if cost_axis == "auto" else cost_axis, quiet), home, json)
+
+
+def _record(run: Callable[..., Record], home: Path, cost: Cost | None, quiet: bool) -> Record:
+    if not can_draw() and not quiet:
         tell(f"no figure will be drawn: {PlotsMissingError()}, and draw it later by `--resume`")
     again = shlex.join(["ellzero", "sweep", "--resume", "--out", str(home)])
-    if cost_axis != "auto":
-        again += f" --cost-axis {cost_axis}"
+    if cost is not None:
+        again += f" --cost-axis {cost}"
     fewer = f"fewer runs together need less: {again} --at-once N"
     with resumable(again, fewer), foreseen(bad_usage=(CampaignError, ValueError)):
-        record = sweeping.run(
-            chosen,
-            loader(directory, device, before.get("device")),
-            home,
-            resume=resume,
-            fresh=fresh,
-            at_once=at_once,
-            cost=None if cost_axis == "auto" else cost_axis,
-            about={"data_dir": None if directory is None else str(Path(directory).resolve())},
-            watchers=[] if quiet else [Bar()],
-            say=(lambda _: None) if quiet else tell,
-        )
-    with foreseen():
-        files = sweeping.draw(record, home) if drawable else []
-    if json:
-        show_json(record)
-        return
-    _show(record, home, files)
+        watchers, said = ([], silent) if quiet else ([Bar()], tell)
+        return run(cost=cost, watchers=watchers, say=said)
 
 
 def _chosen(
@@ -127,7 +119,12 @@ def _chosen(
         return asked, home, sweeping.stored(home)[1]["about"] if begun else {}
 
 
-def _show(record: Record, home: Path, files: list[Path]) -> None:
+def _show(record: Record, home: Path, json: bool) -> None:
+    with foreseen():
+        files = sweeping.draw(record, home) if can_draw() else []
+    if json:
+        show_json(record)
+        return
     show(sweeping.table(record), WIDTH)
     seconds = sum(stack["seconds"] for stack in record["stacks"])
     runs = sum(stack["runs"] for stack in record["stacks"])
