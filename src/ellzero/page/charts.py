@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ellzero.experiments.store import records
 from ellzero.out.files import write_text, writing
 from ellzero.out.saving import installed_version
 
@@ -119,31 +120,16 @@ def script_json(content: Any) -> str:
     r"""Plain data as JSON that can stand inside of `<script>`: nothing in it ends the element or begins a comment.
 
     Args:
-        content: plain data, and numpy arrays of numbers; NaN and infinity become null.
+        content: plain data; NaN and infinity become null.
 
     Example:
         >>> script_json({"name": "</script><!--", "value": math.nan})
         '{"name": "\\u003c/script\\u003e\\u003c!--", "value": null}'
     """
-    text = json.dumps(_plain(content), allow_nan=False)  # ASCII, so U+2028 and its like are escaped too
+    text = json.dumps(records.plain(content), allow_nan=False)  # ASCII, so U+2028 and its like are escaped too
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case float() if not math.isfinite(value):
-            return None
-        case Mapping():
-            return {str(key): _plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_plain(item) for item in value]
-        case np.ndarray():
-            return _plain(value.tolist())
-        case np.generic():
-            return _plain(value.item())
-    return value
 
 
 def packed(values: npt.NDArray[np.uint8]) -> dict[str, str]:

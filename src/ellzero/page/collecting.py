@@ -6,7 +6,6 @@ made of many, is not known here.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal, final
 from ellzero.experiments import networks, sweep
 from ellzero.experiments.campaign import CampaignError, in_words
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.store import records
 from ellzero.experiments.store.folder import Folder, FolderError
 
 Cost = Literal["params", "macs", "l0_norm"]
@@ -24,7 +24,7 @@ COSTS: dict[Cost, str] = {"params": "parameters", "macs": "MACs", "l0_norm": "de
 ERRORS = {"error_last": "at the end of training", "error_best": "the best during training"}
 DEEP = 6  # folders below one that was given, in which runs are looked for
 _MARKS = ("run.json", "sweep.json", "study.json")
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)  # what plain data raise that are not as they should be
+_DAMAGE = (FolderError, ValueError, KeyError, TypeError, AttributeError)  # what data raise that are not as they should
 
 
 def page_file(folder: Folder, index: int = 0) -> Path:
@@ -99,12 +99,7 @@ def collect(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Finished], li
 
 
 def label(name: str, values: Mapping[str, Any]) -> str:
-    """A recipe's name, and the fields by which it is told from others.
-
-    Args:
-        name: of the recipe.
-        values: of the fields.
-    """
+    """A recipe's name, and the fields by which it is told from others."""
     return ", ".join([name, *(f"{key}={in_words(value)}" for key, value in values.items())])
 
 
@@ -131,7 +126,7 @@ class _Search:
             if not path.exists():
                 self.note(path, "there is nothing of this name")
             elif path.is_file():
-                self.records([path])
+                self.take_records([path])
             elif (path / "run.json").exists():
                 self.folder(path, {})
             elif (path / "sweep.json").exists():
@@ -192,7 +187,7 @@ class _Search:
         file = path / "study.json"
         if file.exists():
             try:
-                settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
+                settings = records.read(file)["settings"]
                 for values in settings["recipes"]:
                     recipe = Recipe.from_dict(values)
                     wanted |= {recipe.override(seed=s).digest(): (recipe.name, {}) for s in range(settings["seeds"])}
@@ -210,19 +205,19 @@ class _Search:
             if (stack / "run.json").exists():
                 real = stack.resolve()
                 there.update(self.seen[real] if real in self.seen else self.folder(stack, wanted))
-        there.update(self.records(records, there))
+        there.update(self.take_records(records, there))
         left = [label(*name) for digest, name in wanted.items() if digest not in there]
         if left:
             names = list(dict.fromkeys(left))
             words = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             self.note(path, f"{len(left)} of {len(wanted)} runs were not begun, or their folder is damaged: {words}")
 
-    def records(self, files: Sequence[Path], there: Iterable[str] = ()) -> list[str]:
+    def take_records(self, files: Sequence[Path], there: Iterable[str] = ()) -> list[str]:
         """The runs in records of a reproduction that are not there already; their digests."""
         known, taken = set(there), []
         for file in files:
             try:
-                record = json.loads(file.read_text(encoding="utf-8"))
+                record = records.read(file)
                 recipe, seeds = Recipe.from_dict(record["recipe"]), list(record["seeds"])
                 runs = [(recipe.override(seed=seed["seed"]), seed) for seed in seeds]
             except _DAMAGE as error:
@@ -240,8 +235,8 @@ def _records(path: Path) -> list[Path]:
     out = []
     for file in sorted(path.glob("*.json")):
         try:
-            content = {} if file.name in _MARKS else json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            content = {} if file.name in _MARKS else records.read(file)
+        except FolderError:
             continue
         if isinstance(content, dict) and {"recipe", "seeds", "row"} <= content.keys():
             out.append(file)
@@ -254,8 +249,8 @@ def _unfinished(folder: Folder) -> str:
     names = ", ".join(dict.fromkeys(r.name for r in folder.recipes))
     if file.exists():
         try:
-            return f"{names}: {json.loads(file.read_text(encoding='utf-8'))}"
-        except (OSError, ValueError):
+            return f"{names}: {records.read(file)}"
+        except FolderError:
             return f"{names}: it diverged"
     try:
         history = folder.history()

@@ -7,7 +7,6 @@ network itself is seen by `looking`; how any of it is drawn is the business of `
 from __future__ import annotations
 
 import binascii
-import json
 import statistics
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
@@ -284,14 +283,14 @@ def _latency(folder: Folder) -> tuple[list[dict[str, float]], str, str | None]:
     if not file.exists():
         return [], "", None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = records.read_format(file, FORMAT, 1)
         rows = [{k: float(row[k]) for k in ("batch", "dense_s", "compact_s", "runs")} for row in content["rows"]]
-        if content["format"] != FORMAT or any(r["compact_s"] <= 0 or r["dense_s"] <= 0 for r in rows):
-            raise ValueError(content["format"])
+        if any(min(row["dense_s"], row["compact_s"]) <= 0 for row in rows):
+            raise ValueError("no time was spent")
         threads = int(content["threads"])
         where = f"{content['device']}, {threads} thread{'s' * (threads != 1)}, torch {content['torch']}"
         return rows, where, None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (FolderError, ValueError, KeyError, TypeError):
         return [], "", f"{LATENCY} is damaged, so that no latency is shown: `--speed` measures again."
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
@@ -22,30 +22,10 @@ from ellzero.gates.abstract import AbstractGate, NoExpectation
 from ellzero.gates.distributions import HardConcrete
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.objectives import costs
-from ellzero.out.reporting import Report, report
+from ellzero.out.reporting import AxisRow, Report, report
 
 BINS = 20  # of a histogram over (0, 1), the two ends apart
 _MOST_TILES = 20  # what a screen can show
-
-
-@final
-@dataclass(frozen=True)
-class Column:
-    """An axis in the picture of a network, or inputs that a layer picks one by one.
-
-    Args:
-        name: of the axis, or of the layer.
-        dense: units in the dense network.
-        expected: units in expectation over the gates, if they have one.
-        kept: units of the compact network.
-        state: "gated" and so on, as in a `Report`.
-    """
-
-    name: str
-    dense: int
-    expected: float | None
-    kept: int
-    state: str
 
 
 @final
@@ -96,7 +76,7 @@ class Look:
         parameters: of the dense network.
         bytes_dense: weights and buffers of the dense network.
         report: dense, expected and kept by axis; None without gates.
-        columns: axes in the order of the network.
+        columns: axes in the order of the network, and inputs that a layer picks one by one.
         spreads: of each placement.
         gate_map: P(open) of input gates as a picture, where the gates are those of an image's pixels.
         filters: of the first layer, those that are left.
@@ -108,7 +88,7 @@ class Look:
     parameters: int
     bytes_dense: int
     report: Report | None = None
-    columns: list[Column] = field(default_factory=list)
+    columns: list[AxisRow] = field(default_factory=list)
     spreads: list[Spread] = field(default_factory=list)
     gate_map: Picture | None = None
     filters: Picture | None = None
@@ -159,7 +139,7 @@ def look(
     )
 
 
-def _columns(gated: Gated, made: Report) -> list[Column]:
+def _columns(gated: Gated, made: Report) -> list[AxisRow]:
     """In the order of the parameters; what a layer reads comes before what it writes."""
     position = {name: number for number, (name, _) in enumerate(gated.model.named_parameters())}
     last = len(position)
@@ -169,25 +149,20 @@ def _columns(gated: Gated, made: Report) -> list[Column]:
 
     places = {axis.name: place(axis) for axis in gated.axes}
     picked = {row.name: row for row in made.inputs}
-    found: list[tuple[float, Column]] = []
+    found: list[tuple[float, AxisRow]] = []
     for row in made.axes:
         single = picked.pop(row.name.removesuffix(".input"), None) if row.name.endswith(".input") else None
-        counted = row if single is None else single  # the network's input stays as it is, and the layer picks from it
-        state = row.state if single is None else "gated"
-        found.append((places[row.name], Column(row.name, row.dense, counted.expected, counted.kept, state)))
+        if single is not None:  # the network's input stays as it is, and the layer picks from it
+            row = replace(row, expected=single.expected, kept=single.kept, state="gated")
+        found.append((places[row.name], row))
     for name, single in picked.items():
-        here = places.get(name, 2.0 * last) - 0.5
-        found.append((here, Column(f"{name} inputs", single.dense, single.expected, single.kept, "gated")))
+        inputs = AxisRow(f"{name} inputs", single.dense, single.expected, single.kept, "gated", None)
+        found.append((places.get(name, 2.0 * last) - 0.5, inputs))
     return [column for _, column in sorted(found, key=lambda pair: pair[0])]
 
 
 def spread(name: str, gate: AbstractGate) -> Spread:
-    """How the gates of a placement are spread over [0, 1].
-
-    Args:
-        name: of the placement.
-        gate: of the placement.
-    """
+    """How the gates of a placement are spread over [0, 1]."""
     value = gate.value().double().flatten()
     edges = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
     inside = value[(value > 0) & (value < 1)]

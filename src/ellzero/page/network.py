@@ -12,22 +12,18 @@ from typing import Any
 
 import numpy as np
 
+from ellzero.out.reporting import AxisRow
 from ellzero.page.charts import EXPECTED, Chart, axis, curve, dots, escaped, packed, percent
 from ellzero.page.facts import Run, Strip
-from ellzero.page.looking import BINS, Column, Picture, Spread
+from ellzero.page.looking import BINS, Picture, Spread
 from ellzero.page.progress import marks
 
 _BAR: dict[str, Any] = {"thickness": 10, "outlinewidth": 0, "tickfont": {"color": "@muted", "size": 11}}
 _BELOW = {**_BAR, "orientation": "h", "y": 0, "yanchor": "top", "ypad": 8, "thickness": 8}  # a picture needs the width
 
 
-def axes_chart(columns: Sequence[Column], epoch: int) -> Chart:
-    """One column per axis; heights are square roots, so that ten and a thousand can be seen beside each other.
-
-    Args:
-        columns: from input to output.
-        epoch: that the network was trained for.
-    """
+def axes_chart(columns: Sequence[AxisRow], epoch: int) -> Chart:
+    """One column per axis; heights are square roots, so that ten and a thousand can be seen beside each other."""
     tallest = math.sqrt(max(c.dense for c in columns) or 1)
     before = [math.sqrt(c.dense) / tallest for c in columns]
     after = [math.sqrt(c.kept) / tallest for c in columns]
@@ -59,7 +55,7 @@ def axes_chart(columns: Sequence[Column], epoch: int) -> Chart:
     )
 
 
-def _bars(columns: Sequence[Column], before: Sequence[float], after: Sequence[float]) -> list[dict[str, Any]]:
+def _bars(columns: Sequence[AxisRow], before: Sequence[float], after: Sequence[float]) -> list[dict[str, Any]]:
     """Bars of the heights before and after, and bands from each to the next."""
     half, x, y = 0.17, [], []
     for k in range(len(columns) - 1):
@@ -87,11 +83,7 @@ def _bars(columns: Sequence[Column], before: Sequence[float], after: Sequence[fl
 
 
 def gate_charts(run: Run) -> list[tuple[str, list[Chart]]]:
-    """For each placement its strip and its histogram, as far as there are.
-
-    Args:
-        run: whose gates they are.
-    """
+    """For each placement its strip and its histogram, as far as there are."""
     strips = {strip.name: strip for strip in run.strips}
     spreads = {s.name: s for s in run.look.spreads} if run.look is not None else {}
     out, lines = [], marks(run, labels=False)
@@ -174,11 +166,7 @@ def _histogram(spread: Spread, k: int) -> Chart:
 
 
 def gate_map_chart(picture: Picture) -> Chart:
-    """Input gates where their pixels are.
-
-    Args:
-        picture: a tile for each channel.
-    """
+    """Input gates where their pixels are, a tile for each channel."""
     z, _ = montage(picture.tiles, columns=min(3, len(picture.tiles)))
     _, height, width = picture.tiles.shape
     rows = [[None if math.isnan(v) else round(100 * v) for v in row] for row in z.tolist()]
@@ -198,12 +186,7 @@ def gate_map_chart(picture: Picture) -> Chart:
 
 
 def filters_chart(picture: Picture, gated: bool) -> Chart:
-    """Weights of the first layer.
-
-    Args:
-        picture: a tile for each unit.
-        gated: whether the network has gates.
-    """
+    """Weights of the first layer, a tile for each unit."""
     tiles = picture.tiles
     z, corners = montage(tiles, min(len(tiles), 5))
     most = float(np.nanmax(np.abs(z))) or 1.0
