@@ -261,7 +261,9 @@ def train(
 
 def _die_in_a_save(checkpoint: Any, call: str, count: int, after: bool) -> None:
     """SIGKILL in the `count`-th save, at its first call of this kind but for "write", at the second."""
-    checkpoint._CHUNK = 1 << 20  # a few writes for each save
+    from ellzero.out import files
+
+    files._CHUNK = 1 << 20  # a few writes for each save
     saves, save = [0], checkpoint.save
     calls = [0]
 

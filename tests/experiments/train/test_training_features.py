@@ -57,7 +57,7 @@ def optimizer_of(r: Recipe, gated: l0.Gated) -> torch.optim.Optimizer:
         {"params": list(gated.model.parameters()), "lr": r.lr},
         {"params": list(gated.gates.parameters()), "lr": r.gate_lr},
     ]
-    if r.live.optimizer == "adam":
+    if r.optimizer == "adam":
         return torch.optim.Adam(groups)
     return torch.optim.SGD(groups, momentum=r.momentum, nesterov=r.nesterov)
 
