@@ -19,8 +19,7 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
-from support.ends import leaves
-from support.shrunk import RUNS, SETTLING, close, gated_of, images, in_float64, losses
+from support.runs import RUNS, SETTLING, close, gated_of, images, in_float64, leaves, losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

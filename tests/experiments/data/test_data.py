@@ -28,13 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ellzero.experiments import data
 from ellzero.experiments.data import (
-    batch_count,
-    batches,
+    augment,
     crop_and_flip,
     downloads,
     epoch_generator,
+    epochs,
     load,
     scaled,
+    shuffled,
 )
 from ellzero.experiments.data.cifar import read_cifar
 from ellzero.experiments.data.downloads import DataError, File, contents, data_folder
@@ -453,95 +454,23 @@ def numbered(n: int, channels: int = 1, height: int = 4, width: int = 5) -> tupl
     return torch.from_numpy(random_bytes(n, channels, height, width)), torch.arange(n)
 
 
-def labels_of(epoch: Iterator[tuple[Tensor, Tensor]]) -> list[list[int]]:
-    return [y.tolist() for _, y in epoch]
-
-
-def test_in_order_without_a_generator() -> None:
-    x, y = numbered(10)
-    got = list(batches(x, y, 4))
-    assert [b.tolist() for _, b in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert torch.equal(torch.cat([b for b, _ in got]), x / 255)
-
-
-@pytest.mark.parametrize(("n", "size"), [(10, 3), (12, 3), (5, 8), (1, 1), (257, 16)])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_every_image_once_and_with_its_label(n: int, size: int, drop_last: bool) -> None:
-    x, y = numbered(n)
-    got = list(batches(x, y, size, generator=epoch_generator(3, 1), drop_last=drop_last))
-    sizes = [size] * (n // size) + ([] if drop_last or n % size == 0 else [n % size])
-    assert [len(b) for _, b in got] == [len(b) for b, _ in got] == sizes
-    assert batch_count(n, size, drop_last=drop_last) == len(sizes)
-    seen = [int(i) for _, b in got for i in b]
-    assert len(set(seen)) == len(seen) == sum(sizes)
-    for b, numbers in got:
-        assert torch.equal(b, x[numbers] / 255)
+@pytest.mark.parametrize(("n", "size"), [(10, 3), (12, 3), (8, 8), (1, 1), (257, 16)])
+def test_an_order_has_every_image_once_but_for_a_rest(n: int, size: int) -> None:
+    order = shuffled(n, size, epoch_generator(3, 1))
+    assert order.shape == (n // size, size)
+    seen = order.flatten().tolist()
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(range(n))
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
-    x, y = numbered(100)
-    orders = {
-        (seed, epoch): tuple(map(tuple, labels_of(batches(x, y, 7, generator=epoch_generator(seed, epoch)))))
-        for seed in range(4)
-        for epoch in range(4)
-    }
-    assert len(set(orders.values())) == 16  # in particular (0, 1) and (1, 0) differ
+    keys = [(seed, epoch) for seed in range(4) for epoch in range(4)]
     torch.manual_seed(5)  # torch's own state is neither used nor moved
     before = torch.get_rng_state()
-    for (seed, epoch), order in orders.items():
-        assert tuple(map(tuple, labels_of(batches(x, y, 7, generator=epoch_generator(seed, epoch))))) == order
+    once, again = ([tuple(shuffled(100, 7, epoch_generator(*k)).flatten().tolist()) for k in keys] for _ in range(2))
+    assert once == again
+    assert len(set(once)) == 16  # in particular (0, 1) and (1, 0) differ
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_augmentation_does_not_change_the_order() -> None:
-    x, y = numbered(50)
-    plain = labels_of(batches(x, y, 7, generator=epoch_generator(0, 0)))
-    assert labels_of(batches(x, y, 7, generator=epoch_generator(0, 0), pad=2, flip=True)) == plain
-
-
-@pytest.mark.parametrize("at_once", [1, 3 * 4 * 3 * 20 * 4, 1 << 30])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_an_epoch_goes_on_from_any_batch_bit_for_bit(at_once: int, drop_last: bool) -> None:
-    x, y = numbered(30, channels=3)
-
-    def epoch(start: int, bound: int) -> list[tuple[Tensor, Tensor]]:
-        options = {"pad": 1, "flip": True, "mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.4), "drop_last": drop_last}
-        return list(batches(x, y, 4, generator=epoch_generator(0, 5), start=start, at_once=bound, **options))
-
-    whole = epoch(0, 1 << 30)
-    for start in range(len(whole) + 1):
-        rest = epoch(start, at_once)
-        assert len(rest) == len(whole) - start
-        for (a, i), (b, j) in zip(rest, whole[start:], strict=True):
-            assert torch.equal(a, b)
-            assert torch.equal(i, j)
-
-
-def test_the_generator_is_used_at_once_and_as_much_for_every_start() -> None:
-    x, y = numbered(30)
-    states = []
-    for start in (0, 2):
-        generator = epoch_generator(0, 0)
-        epoch = batches(x, y, 4, generator=generator, start=start, pad=1, flip=True)
-        states.append(generator.get_state())
-        list(epoch)
-        assert torch.equal(generator.get_state(), states[-1])
-    assert torch.equal(*states)
-
-
-@pytest.mark.parametrize(("n", "ranks"), [(12, 2), (13, 3), (5, 5)])
-def test_ranks_share_an_epoch(n: int, ranks: int) -> None:
-    x, y = numbered(n)
-    options = {"pad": 1, "flip": True, "ranks": ranks}
-    shares = [list(batches(x, y, 3, generator=epoch_generator(0, 0), rank=r, **options)) for r in range(ranks)]
-    assert {len(share) for share in shares} == {batch_count(n, 3, ranks=ranks)}
-    numbers = [int(i) for share in shares for _, b in share for i in b]
-    assert len(set(numbers)) == len(numbers) == n // ranks * ranks
-    alone = batches(x, y, 1, generator=epoch_generator(0, 0), pad=1, flip=True)
-    as_alone = {int(i): b[0] for b, i in alone}  # an image looks the same on whatever rank
-    for share in shares:
-        for b, which in share:
-            assert torch.equal(b, torch.stack([as_alone[int(i)] for i in which]))
 
 
 def slowly(image: np.ndarray, top: int, left: int, flip: bool, pad: int) -> np.ndarray:
@@ -573,31 +502,18 @@ def test_windows_and_flips_of_an_epoch_are_uniform() -> None:
     n = 1800
     x, y = numbered(n, height=3, width=3)
     seen: Counter[tuple[int, int, bool]] = Counter()
-    for b, numbers in batches(x, y, 100, generator=epoch_generator(0, 0), pad=1, flip=True):
-        for image, i in zip((b * 255).round().byte().numpy(), numbers.tolist(), strict=True):
-            may_be = {
-                slowly(x[i].numpy(), top, left, flip, 1).tobytes(): (top, left, flip)
-                for top in range(3)
-                for left in range(3)
-                for flip in (False, True)
-            }
-            seen[may_be[image.tobytes()]] += 1
+    out = torch.empty_like(x)
+    augment(x, epoch_generator(0, 0), out, pad=1)
+    for image, i in zip(out.numpy(), y.tolist(), strict=True):
+        may_be = {
+            slowly(x[i].numpy(), top, left, flip, 1).tobytes(): (top, left, flip)
+            for top in range(3)
+            for left in range(3)
+            for flip in (False, True)
+        }
+        seen[may_be[image.tobytes()]] += 1
     assert len(seen) == 18
     assert sum((count - n / 18) ** 2 / (n / 18) for count in seen.values()) < 52  # exceeded with probability 2e-5
-
-
-def test_only_flips_or_only_crops() -> None:
-    x, y = numbered(60)
-    for b, numbers in batches(x, y, 60, generator=epoch_generator(0, 0), flip=True):
-        same = (b == x[numbers] / 255).flatten(1).all(1)
-        mirrored = (b == x[numbers].flip(3) / 255).flatten(1).all(1)
-        assert (same ^ mirrored).all()
-        assert 10 < int(mirrored.sum()) < 50
-    tops = [
-        slowly(x[i].numpy(), top, left, False, 1).tobytes() for i in range(60) for top in range(3) for left in range(3)
-    ]
-    for b, _ in batches(x, y, 60, generator=epoch_generator(0, 0), pad=1):
-        assert all(image.tobytes() in tops for image in (b * 255).round().byte().numpy())
 
 
 class Counted(TorchDispatchMode):
@@ -616,13 +532,14 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("at_once", "pieces"), [(1 << 30, 1), (10 * 8 * 20 * 4, 10)])
-def test_a_few_large_operations_whatever_the_number_of_batches(at_once: int, pieces: int) -> None:
-    x, y = numbered(800)
+@pytest.mark.parametrize(("at_once", "pieces"), [(800, 1), (80, 10)])
+def test_a_few_large_operations_whatever_the_number_of_images(
+    at_once: int, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epochs, "_AT_ONCE", at_once)
+    x, _ = numbered(800)
     with Counted() as counted:
-        options = {"pad": 1, "flip": True, "mean": (0.1,), "std": (0.3,), "at_once": at_once}
-        assert len(list(batches(x, y, 8, generator=epoch_generator(0, 0), **options))) == 100
-    assert counted.operations["index"] == 3 * pieces  # images, labels, windows
+        augment(x, epoch_generator(0, 0), torch.empty_like(x), pad=1)
     assert counted.operations["constant_pad_nd"] == pieces
     assert counted.operations.total() <= 20 + 15 * pieces
 
@@ -641,30 +558,9 @@ def test_scaling() -> None:
 def test_the_embedded_images_are_standardised() -> None:
     loaded = load("mnist5k")
     for options, mean, std in (({}, 0.1313, 0.3086), ({"mean": loaded.mean, "std": loaded.std}, 0.0, 1.0)):
-        x = torch.cat([b for b, _ in batches(loaded.train_x, loaded.train_y, 128, **options)])
+        x = scaled(loaded.train_x, **options)
         assert float(x.mean()) == pytest.approx(mean, abs=0.005)
         assert float(x.std()) == pytest.approx(std, abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"labels": torch.arange(9)}, "`labels` must be as many as `images`, got 9 and 10"),
-        ({"size": 0}, "`size` must be at least 1, got 0"),
-        ({"start": 4}, r"`start` must be in \[0, 3\], .* got 4"),
-        ({"start": -1}, r"`start` must be in \[0, 3\], .* got -1"),
-        ({"rank": 2, "ranks": 2}, r"`rank` must be in \[0, ranks\) .* got 2 of 2"),
-        ({"ranks": 11}, "`ranks` at most the 10 images, got 0 of 11"),
-        ({"pad": -1}, "`pad` must not be negative, got -1"),
-        ({"pad": 1, "generator": None}, "`generator` must be given where `pad` or `flip` is"),
-        ({"flip": True, "generator": None}, "`generator` must be given"),
-    ],
-)
-def test_arguments_that_do_not_fit(wrong: dict[str, object], says: str) -> None:
-    x, y = numbered(10)
-    right = {"images": x, "labels": y, "size": 4, "generator": epoch_generator(0, 0)}
-    with pytest.raises(ValueError, match=says):
-        batches(**(right | wrong))  # at once, not at the first batch
 
 
 def test_scaling_that_does_not_fit() -> None:

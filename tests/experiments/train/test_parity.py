@@ -20,7 +20,7 @@ from ellzero.experiments import networks
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.objectives.extragradient import extra_gradient_step
-from support.shrunk import in_float64
+from support.runs import in_float64
 from support.trained import BATCH, TRAIN, data, recipe
 
 EPOCHS = 4

@@ -31,7 +31,7 @@ from ellzero.experiments.train import building
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train import processes as parallel
 from support import processes
-from support.ends import GATED, STEPS, WIDE, assert_same_end, bits, leaves, without_seconds
+from support.runs import GATED, STEPS, WIDE, assert_same_end, bits, leaves, without_seconds
 
 CPU = torch.device("cpu")
 SHORT = GATED.override(epochs=2, finetune_epochs=1)

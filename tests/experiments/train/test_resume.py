@@ -29,7 +29,7 @@ from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.out.files import FileError
 from support import processes
-from support.ends import GATED, STEPS, WIDE, assert_same_end
+from support.runs import GATED, STEPS, WIDE, assert_same_end
 
 STACK = [
     GATED.override(name="one", epochs=2, finetune_epochs=1),
@@ -239,7 +239,7 @@ def test_a_write_that_is_cut_off_by_the_system(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     watcher = Watch(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1])))
     try:
-        with pytest.raises(CheckpointError, match="File too large; .*the checkpoint of step 2 is still there"):
+        with pytest.raises(CheckpointError, match=r"File too large; .*the checkpoint of step 2 is still there"):
             short(folder, watcher)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

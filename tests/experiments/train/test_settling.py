@@ -28,9 +28,8 @@ from ellzero.objectives import costs
 from ellzero.objectives.lagrangian import Lagrangian, targets
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import finalize
-from support.ends import bits, leaves
 from support.oracles import assert_same, numel
-from support.shrunk import SETTLING, begun, doubled, gated_of, images, interrupted, recipe
+from support.runs import SETTLING, begun, bits, doubled, gated_of, images, interrupted, leaves, recipe
 
 
 def scattered(trainer: Trainer) -> Gated:

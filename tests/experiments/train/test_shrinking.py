@@ -36,10 +36,23 @@ from ellzero.out import shrinking
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import finalize
 from support import processes
-from support.ends import bits, leaves, without_seconds
 from support.fuzz import Drawn, drawn_networks
 from support.oracles import assert_same, numel, settled
-from support.shrunk import RUNS, WRN, begun, close, doubled, gated_of, images, interrupted, losses, recipe
+from support.runs import (
+    RUNS,
+    WRN,
+    begun,
+    bits,
+    close,
+    doubled,
+    gated_of,
+    images,
+    interrupted,
+    leaves,
+    losses,
+    recipe,
+    without_seconds,
+)
 from support.zoo import LeNet
 
 

@@ -1,18 +1,18 @@
-"""Data: `load` gives a whole data set as tensors on a device, `batches` an epoch of it."""
+"""Data: `load` gives a whole data set as tensors on a device; `shuffled`, `augment` and `scaled` make epochs."""
 
 from ellzero.experiments.data.downloads import DataError
-from ellzero.experiments.data.epochs import batch_count, batches, crop_and_flip, epoch_generator, scaled
+from ellzero.experiments.data.epochs import augment, crop_and_flip, epoch_generator, scaled, shuffled
 from ellzero.experiments.data.loading import KNOWN, Dataset, load, stand_in
 
 __all__ = [
     "KNOWN",
     "DataError",
     "Dataset",
-    "batch_count",
-    "batches",
+    "augment",
     "crop_and_flip",
     "epoch_generator",
     "load",
     "scaled",
+    "shuffled",
     "stand_in",
 ]

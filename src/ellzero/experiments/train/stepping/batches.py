@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ellzero.experiments.data import Dataset, crop_and_flip, epoch_generator, scaled
+from ellzero.experiments.data import Dataset, augment, epoch_generator, scaled, shuffled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import processes as parallel
-
-_PAD = 4  # black pixels around an image that is cropped
 
 
 @final
@@ -46,21 +44,19 @@ class Supply:
 
     def epoch(self, number: int) -> tuple[Tensor, Tensor]:
         """The order of the images, (steps, runs, batch), and the gates' noise, (steps, runs, draws, gates)."""
-        device, order, noise = self.data.train_x.device, [], []
-        steps = len(self.data.train_x) // self.recipe.batch
+        images, order, noise = self.data.train_x, [], []
         for recipe in self.recipes:
             drawn = epoch_generator(recipe.seed, number)
-            generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=drawn)))
+            generator = torch.Generator(images.device).manual_seed(int(torch.randint(2**62, (), generator=drawn)))
             if recipe.augment:
-                self._augment(drawn)
-            shuffled = torch.randperm(len(self.data.train_x), generator=generator, device=device)
-            batches = shuffled[: steps * recipe.batch].view(steps, recipe.batch)
+                augment(images, drawn, out=self._images)
+            batches = shuffled(len(images), recipe.batch, generator)
             order.append(batches.chunk(parallel.ranks(), 1)[parallel.rank()])
             if parallel.rank():
                 own = np.random.SeedSequence([recipe.seed, number, parallel.rank()]).generate_state(1, np.uint64)[0]
                 generator.manual_seed(int(own) >> 1)
-            shape = (steps, recipe.samples * (2 if recipe.extra_gradient else 1), self.gates)
-            noise.append(torch.rand(shape, generator=generator, device=device))
+            shape = (len(batches), recipe.samples * (2 if recipe.extra_gradient else 1), self.gates)
+            noise.append(torch.rand(shape, generator=generator, device=images.device))
         return torch.stack(order, 1), torch.stack(noise, 1)
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,11 +77,3 @@ class Supply:
         if self.recipe.scaling == "unit":
             return scaled(images)
         return scaled(images, self.data.mean, self.data.std)
-
-    def _augment(self, generator: torch.Generator) -> None:
-        n, device = len(self.data.train_x), self.data.train_x.device
-        top, left = torch.randint(2 * _PAD + 1, (2, n), generator=generator)
-        flip = torch.randint(2, (n,), generator=generator).bool()
-        top, left, flip = (draw.to(device) for draw in (top, left, flip))
-        for part in torch.arange(n, device=device).split(10_000):  # in a few large operations, but not all at once
-            self._images[part] = crop_and_flip(self.data.train_x[part], top[part], left[part], flip[part], _PAD)
