@@ -152,8 +152,7 @@ def _record(live: Live, run: int, loss: float | None, seen: dict[str, Any]) -> d
 def _packed_probabilities(live: Live) -> dict[str, str]:
     """P(z ≠ 0) of every gate by the name of its placement, in 255ths, as bytes in base64."""
     flat = live.runs.evaluate(Objective.probabilities, values=live.values())[0].mul(255).round().to("cpu", torch.uint8)
-    parts = zip(live.gates, flat.split(live.runs.template.sizes), strict=True)
-    return {name: b64encode(p.numpy()).decode() for name, p in parts}
+    return {name: b64encode(p.numpy().tobytes()).decode() for name, p in live.gated.by_placement(flat).items()}
 
 
 def finish(live: Live) -> None:

@@ -99,12 +99,7 @@ class Objective(nn.Module):
 
     def counts(self) -> Tensor:
         """How many gates of each placement are open at test time."""
-        return torch.stack([part.sum() for part in self.gated.opens().split(self.sizes)])
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many gates each placement has."""
-        return [gate.shape.numel() for _, gate in self.gated.named_gates()]
+        return torch.stack([part.sum() for part in self.gated.by_placement(self.gated.opens()).values()])
 
     def watched(self) -> Tensor:
         """`l0_norm`, `params` and `macs` as fractions of dense: expected, then as kept now."""
