@@ -5,7 +5,7 @@ MACs by torch's counter.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -1363,32 +1363,54 @@ def _masked_by_units(model: Drawn, gated: l0.Gated, z: dict[str, Tensor]) -> nn.
     return masked_by_hand(model, factors, {name: {f"layers.{name}": same} for name in factors})
 
 
+UNSEEN = "the example input does not show whether the output depends on it"
+
+
+def _assert_unseen(model: Drawn, x: Tensor, units: Iterable[int]) -> None:
+    """What the library says it cannot see, as behind a dead ReLU: without each of these units alone the output on the
+    example is the same.
+    """
+    _, reads, _, _ = model.units()
+    for unit in units:
+        factors = {name: torch.tensor([float(u != unit) for u in us]).double() for name, us in reads.items()}
+        hand = masked_by_hand(model, factors, {name: {f"layers.{name}": same} for name in factors})
+        with torch.no_grad():
+            assert_same(hand(x), model(x), 1e-11)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("streams", [False, True])
 def test_random_networks(streams: bool) -> None:
-    """At least 300 networks: gated, masked by hand and compact agree, and costs are those of what came out."""
-    seen = {"compared": 0, "refused": 0, "vanished": 0}
+    """80 networks each: gated, masked by hand and compact agree, and costs are those of what came out."""
+    seen = {"compared": 0, "refused": 0, "vanished": 0, "unseen": 0}
 
-    @settings(max_examples=160, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=80, derandomize=True, database=None, phases=[Phase.generate])
     @given(drawn_networks(), st.integers(0, 2**31))
     def check(model: Drawn, seed: int) -> None:
         settled(model, seed)
         channels, size = model.shapes[0]
         shape = (channels, size, size) if size else (channels,)
-        x = torch.randn(2, *shape, dtype=torch.float64)
-        _rows, reads, first, last = model.units()
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.randn(2, *shape, dtype=torch.float64, generator=draw)
+        rows, reads, first, last = model.units()
+        inner = {u for us in reads.values() for u in us} - first - last
         try:
             gated = l0.attach(model, x, where=l0.shrinkable(streams=streams)).eval()
         except ValueError as error:
             if "nothing to gate" not in str(error):
                 raise
-            inner = {u for us in reads.values() for u in us} - first - last
-            assert model.grouped or not streams or not inner
+            if streams and not model.grouped:  # dead as a whole, or there is nothing between input and output
+                seen["unseen"] += bool(inner)
+                _assert_unseen(model, x, inner)
             return
         if not model.grouped:  # every unit between input and output is found, and no other
+            hidden = [a for a in gated.axes if a.frozen == UNSEEN]
             free = sum(a.size for a in gated.axes if a.frozen is None)
-            assert free == len({u for us in reads.values() for u in us} - first - last)
+            assert free + sum(a.size for a in hidden) == len(inner)
+            written = [s.tensor.split(".")[1] for a in hidden for s in a.sites if s.dims == (0,)]
+            _assert_unseen(model, x, {unit for (layer, _), unit in rows.items() if layer in written})
+            seen["unseen"] += bool(hidden)
         random = np.random.default_rng(seed)
         closed = {}
         for (name, gate), axis in zip(
@@ -1400,7 +1422,7 @@ def test_random_networks(streams: bool) -> None:
             seen["vanished"] += every
         z = set_gates(gated, closed, seed)
         hand = _masked_by_units(model, gated, z)
-        others = torch.randn(3, *shape, dtype=torch.float64)
+        others = torch.randn(3, *shape, dtype=torch.float64, generator=draw)
         with torch.no_grad():
             assert_same(hand(others), gated(others), 1e-11)
             try:
@@ -1416,6 +1438,6 @@ def test_random_networks(streams: bool) -> None:
         seen["compared"] += 1
 
     check()
-    assert seen["compared"] >= 120
+    assert seen["compared"] >= 60
     assert seen["refused"] >= 3
     assert seen["vanished"] >= 10
