@@ -30,6 +30,7 @@ TABLES = {
     "control-40": "control",
     "control-200": "control",
     "wrn-cifar10": "wrn-cifar10",
+    "wrn-cifar100": "wrn-cifar100",
 }
 # Files of results/benchmarks/ with the times of steps.
 STEPS = ("training_speed", "wrn_speed")

@@ -1,7 +1,8 @@
-"""Louizos, Welling, Kingma (2018), Figure 4 and Table 2: WRN-28-10 on CIFAR-10, with measured seconds.
+"""Louizos, Welling, Kingma (2018), Figure 4 and Table 2: WRN-28-10 on CIFAR-10 and CIFAR-100, with measured seconds.
 
     ellzero reproduce wrn-cifar10 --only wrn-cifar10,shrink-wrn-20-cifar10 --every 20 --device cuda
     ellzero reproduce wrn-cifar10 --draw-only --out results/wrn-cifar10
+    ellzero reproduce wrn-cifar100 --only shrink-wrn-35-cifar100 --every 20 --device cuda
 
 The paper says that gates "can greatly speed up training" and draws *expected* FLOPs over iterations; here the measured
 seconds of an epoch are beside them. A row takes a GPU for 8 to 15 minutes, and `--resume` takes it up where it was
@@ -55,6 +56,13 @@ ROWS = (
     Row("ε=35 %", get(CONSTRAINED.format(35)), "31 % of MACs", "3.80 | 4.13±0.13"),
     Row("ε=20 %", get(CONSTRAINED.format(20)), "16 % of MACs", "4.05 | 4.28±0.16"),
     Row("ε=20 %, dropped", get(CONSTRAINED.format(20)).override(name="dropped-wrn-20-cifar10", **DROPPED)),
+)
+ROWS_100 = (
+    Row("dense", get("wrn-cifar100"), error="21.18"),
+    Row("dropout 0.3", get("wrn-dropout-cifar100"), error="18.85"),
+    Row("λ=0.001/N", get("louizos-wrn-0.001-cifar100"), error="18.75"),
+    Row("λ=0.002/N", get("louizos-wrn-0.002-cifar100"), error="19.04"),
+    *(Row(f"ε={percent} %", get(f"shrink-wrn-{percent}-cifar100")) for percent in (50, 35, 20)),
 )
 COLOURS = {
     "dense": INK,
@@ -131,7 +139,7 @@ def table(records: Sequence[Record], title: str) -> Table:
         "after",
     )
     out = new_table(title, ("row", "paper, left"), right)
-    dense = next((r for r in records if r["recipe"]["name"] == DENSE), None)
+    dense = next((r for r in records if r["row"] == "dense"), None)
     for record in records:
         seeds = record["seeds"]
         shares = ["100.0 %"] * 2
@@ -195,21 +203,16 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         error.yaxis.set_minor_formatter("{x:g}")
         legend(figure, cost, columns=10)
         device = " or ".join(dict.fromkeys(str(r["device"]) for r in records))
-        caption = f"""WRN-28-10 on CIFAR-10, {device}. (a) MACs of a forward pass that the gates leave, in percent of
+        data = records[0]["recipe"]["data"]
+        caption = f"""WRN-28-10 on {data.replace("cifar", "CIFAR-")}, {device}. (a) MACs of a forward pass that the gates leave, in percent of
             the dense network's: expected over their noise, and kept from where they are fixed; networks without gates
             compute everything, with dropout too. Dotted: MACs of the network that is trained. (b) Measured seconds of
             an epoch of training, the mean since the record before, compilation included: where that is, lines may go
             beyond the scale. (c) Test error over the seconds of training so far. Triangles: units are taken out of the
             network that is trained. Thin lines: further seeds. Dashed: the same network, with or without averaging."""
-        return save(figure, folder / "wrn-cifar10", caption)
+        return save(figure, folder / f"wrn-{data}", caption)
 
 
-STUDY = Study(
-    "wrn-cifar10",
-    "Louizos et al. (2018), Figure 4 and Table 2, with measured seconds",
-    ROWS,
-    seeds=1,
-    table=table,
-    draw=draw,
-    keep_networks=True,
-)
+TITLE = "Louizos et al. (2018), Figure 4 and Table 2, with measured seconds"
+STUDY = Study("wrn-cifar10", TITLE, ROWS, seeds=1, table=table, draw=draw, keep_networks=True)
+STUDY_100 = Study("wrn-cifar100", TITLE, ROWS_100, seeds=1, table=table, draw=draw, keep_networks=True)

@@ -107,7 +107,7 @@ class Study:
 
 
 def studies(folder: Path | None = None) -> dict[str, Study]:
-    """All studies by their names: every file of `reproductions/` that defines a `STUDY`.
+    """All studies by their names: those that the files of `reproductions/` define, one as `STUDY`.
 
     Args:
         folder: of the files; the one that comes with the package, or the source tree's, if absent.
@@ -117,12 +117,10 @@ def studies(folder: Path | None = None) -> dict[str, Study]:
     """
     found: dict[str, Study] = {}
     for path in sorted((home() if folder is None else folder).glob("*.py")):
-        study = _load(path)
-        if study is None:
-            continue
-        if study.name in found:
-            raise StudyError(f"two files define the study `{study.name}`; one is {path.name}")
-        found[study.name] = study
+        for study in _load(path):
+            if study.name in found:
+                raise StudyError(f"two files define the study `{study.name}`; one is {path.name}")
+            found[study.name] = study
     return found
 
 
@@ -153,13 +151,12 @@ def home() -> Path:
     raise StudyError("the studies are missing: there is no folder `reproductions` in this installation")
 
 
-def _load(path: Path) -> Study | None:
+def _load(path: Path) -> list[Study]:
     if "STUDY" not in path.read_text(encoding="utf-8"):
-        return None  # a tool that lies beside them
+        return []  # a tool that lies beside them
     spec = importlib.util.spec_from_file_location(f"ellzero_reproductions_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    study = vars(module).get("STUDY")
-    return study if isinstance(study, Study) else None
+    return [value for value in vars(module).values() if isinstance(value, Study)]
