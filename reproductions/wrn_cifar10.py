@@ -204,13 +204,13 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         legend(figure, cost, columns=10)
         device = " or ".join(dict.fromkeys(str(r["device"]) for r in records))
         data = records[0]["recipe"]["data"]
-        caption = f"""WRN-28-10 on {data.replace("cifar", "CIFAR-")}, {device}. (a) MACs of a forward pass that the gates
-            leave, in percent of
-            the dense network's: expected over their noise, and kept from where they are fixed; networks without gates
-            compute everything, with dropout too. Dotted: MACs of the network that is trained. (b) Measured seconds of
-            an epoch of training, the mean since the record before, compilation included: where that is, lines may go
-            beyond the scale. (c) Test error over the seconds of training so far. Triangles: units are taken out of the
-            network that is trained. Thin lines: further seeds. Dashed: the same network, with or without averaging."""
+        caption = f"""WRN-28-10 on {data.replace("cifar", "CIFAR-")}, {device}. (a) MACs of a forward pass that the
+            gates leave, in percent of the dense network's: expected over their noise, and kept from where
+            they are fixed; networks without gates compute everything, with dropout too. Dotted: MACs of the
+            network that is trained. (b) Measured seconds of an epoch of training, the mean since the record
+            before, compilation included: where that is, lines may go beyond the scale. (c) Test error over
+            the seconds of training so far. Triangles: units are taken out of the network that is trained.
+            Thin lines: further seeds. Dashed: the same network, with or without averaging."""
         return save(figure, folder / f"wrn-{data}", caption)
 
 
