@@ -159,26 +159,16 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
 
 
 def curve(x: Iterable[Any], y: Iterable[Any], name: str, colour: str, hover: str, **more: Any) -> dict[str, Any]:
-    """A line through points, as Plotly has it.
-
-    Args:
-        x: where the points are.
-        y: likewise.
-        name: in the legend.
-        colour: such as "@blue".
-        hover: what a reader sees who points at it, a template of Plotly's; empty for nothing.
-        more: attributes of Plotly's; `dash` and `width` are those of the line.
-    """
+    """A line through points, as Plotly has it; `dash` and `width` are the line's, without a hover it stays silent."""
     line = {"color": colour, "dash": more.pop("dash", KEPT), "width": more.pop("width", 2)}
-    words = {"hovertemplate": hover if "<extra>" in hover else f"{hover}<extra></extra>"} if hover else {}
-    drawn = {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), "name": name, "line": line}
-    return drawn | (words or {"hoverinfo": "skip"}) | more
+    told = hover if not hover or "<extra>" in hover else f"{hover}<extra></extra>"
+    words = {"hovertemplate": told} if told else {"hoverinfo": "skip"}
+    return {"type": "scatter", "mode": "lines", "x": list(x), "y": list(y), "name": name, "line": line} | words | more
 
 
 def dots(x: Iterable[Any], y: Iterable[Any], name: str, marker: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Points without a line, likewise."""
-    drawn = {"type": "scatter", "mode": "markers", "x": list(x), "y": list(y), "name": name, "marker": dict(marker)}
-    return drawn | more
+    """Points without a line, as Plotly has them."""
+    return {"type": "scatter", "mode": "markers", "x": list(x), "y": list(y), "name": name, "marker": marker} | more
 
 
 # ---------------------------------------------------------------- a page
@@ -205,12 +195,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def render_part(template: str, **values: Any) -> str:
-    """What changes in a page while a run goes on: its block `content` alone.
-
-    Args:
-        template: as for `render`.
-        values: likewise.
-    """
+    """What changes in a page while a run goes on: its block `content` alone; else as `render`."""
     found = _template(template)
     return "".join(found.blocks["content"](found.new_context(values)))
 
@@ -222,14 +207,7 @@ def _template(name: str) -> Any:
 
 
 def write(text: str, path: Path) -> Path:
-    """Writes a page, all of it or nothing.
-
-    Args:
-        text: HTML.
-        path: of the file; folders above it are made.
-
-    Returns:
-        The file.
+    """Writes a page, all of it or nothing, into a folder that is made if need be; gives the file back.
 
     Raises:
         FileError: it cannot be written.

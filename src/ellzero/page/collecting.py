@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from ellzero.experiments import networks, sweep
-from ellzero.experiments.campaign import CampaignError, in_words
+from ellzero.experiments.campaign import CampaignError, diverged, in_words
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import records
 from ellzero.experiments.store.folder import Folder, FolderError
@@ -245,13 +245,12 @@ def _records(path: Path) -> list[Path]:
 
 def _unfinished(folder: Folder) -> str:
     """Why there are no results, and how far it is."""
-    file = folder.path / "diverged.json"
     names = ", ".join(dict.fromkeys(r.name for r in folder.recipes))
-    if file.exists():
-        try:
-            return f"{names}: {records.read(file)}"
-        except FolderError:
-            return f"{names}: it diverged"
+    try:
+        if (why := diverged(folder)) is not None:
+            return f"{names}: {why}"
+    except FolderError:
+        return f"{names}: it diverged"
     try:
         history = folder.history()
     except FolderError as error:

@@ -158,12 +158,7 @@ class Run:
         return [float(record["epoch"]) for record in self.history]
 
     def seen(self, *keys: str, times: float = 1) -> list[float | None]:
-        """A number of every record by its keys; None where it is not there.
-
-        Args:
-            keys: such as "kept", "macs".
-            times: a factor, such as 100 for percent.
-        """
+        """A number of every record by its keys, such as "kept", "macs", times a factor; None where it is not there."""
         out: list[float | None] = []
         for record in self.history:
             value: Any = record
@@ -205,12 +200,7 @@ def gather(folder: Folder, index: int = 0, seen: Look | None = None) -> Run:
 
 
 def look_at(folder: Folder, index: int = 0) -> tuple[Look | None, str | None]:
-    """What the network of the newest checkpoint looks like, or a sentence that says why it cannot be seen.
-
-    Args:
-        folder: of the run.
-        index: which run of a stack.
-    """
+    """What the network of the newest checkpoint looks like, or a sentence that says why it cannot be seen."""
     try:
         there = checkpoint.steps(folder.checkpoints)
         if not there:
@@ -314,11 +304,7 @@ def _events(history: Sequence[Mapping[str, Any]]) -> list[Event]:
 
 
 def strips(history: Sequence[Mapping[str, Any]]) -> list[Strip]:
-    """P(open) over time, from "prob_open" of the records.
-
-    Args:
-        history: records; one whose bytes do not fit the others is passed over.
-    """
+    """P(open) over time, from "prob_open" of the records; one whose bytes do not fit the others is passed over."""
     found: dict[str, list[tuple[float, npt.NDArray[np.uint8]]]] = {}
     for record in history:
         packed = record.get("prob_open")

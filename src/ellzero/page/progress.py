@@ -44,13 +44,7 @@ def moments(run: Run) -> list[tuple[float, str]]:
 
 
 def marks(run: Run, scale: float = 1.0, labels: bool = True) -> dict[str, Any]:
-    """Thin lines where units were taken out and where the gates were fixed, as shapes and their labels.
-
-    Args:
-        run: with its events.
-        scale: of x: what an epoch is there.
-        labels: whether there are labels.
-    """
+    """Thin lines where units were taken out and where the gates were fixed; an epoch is `scale` wide on x."""
     at = moments(run)
     line = {"color": "@muted", "width": 1, "dash": "dot"}
     font = {"color": "@muted", "size": 11}

@@ -43,13 +43,7 @@ def run_page(folder: Folder, index: int = 0, *, seen: Look | None = None, live: 
 
 
 def run_content(folder: Folder, index: int = 0, *, seen: Look | None = None) -> str:
-    """What changes in the page while the run goes on.
-
-    Args:
-        folder: of the run.
-        index: which run of a stack, from 0.
-        seen: what its network looks like, if that is known already.
-    """
+    """What changes in the page while the run goes on; takes what `run_page` takes."""
     return render_part("run.html.j2", **_values(gather(folder, index, seen)), live=True)
 
 
