@@ -669,7 +669,7 @@ def test_a_network_without_images_has_a_page(finished: Path, monkeypatch: pytest
     assert not {"input-gates", "filters"} & found.keys()
 
 
-def test_many_sets_of_gates_are_folded_away(finished: Path) -> None:
+def test_many_placements_are_folded_away(finished: Path) -> None:
     run = facts.gather(Folder.open(finished))
     assert run.look is not None
     spread = run.look.spreads[0]
@@ -677,5 +677,5 @@ def test_many_sets_of_gates_are_folded_away(finished: Path) -> None:
         run, look=replace(run.look, spreads=[replace(spread, name=f"layer {k}") for k in range(9)]), strips=[]
     )
     page = charts.render("run.html.j2", **making._values(many), live=False)
-    assert "3 more sets of gates" in page
+    assert "3 more placements" in page
     assert len([n for n in embedded(page) if n.startswith("histogram")]) == 9

@@ -111,7 +111,7 @@ def test_damaged_events_are_passed_over(rewritten: Any, damage: Any) -> None:
     assert lines(embedded(page)["error"]) == [(3, "skipped"), (4, "gates fixed")]
 
 
-def test_names_of_sets_are_escaped(rewritten: Any) -> None:
+def test_names_of_placements_are_escaped(rewritten: Any) -> None:
     def rename(records: list[Any]) -> None:
         event = records[1]["shrunk"]
         for key in ("widths", "removed"):

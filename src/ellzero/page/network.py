@@ -156,7 +156,7 @@ def _histogram(spread: Spread, k: int) -> Chart:
         traces,
         {
             "xaxis": axis("value of the gate z", showgrid=False, zeroline=False, **ticks),
-            "yaxis": axis("gates (% of the set)", rangemode="tozero"),
+            "yaxis": axis("gates (% of the placement)", rangemode="tozero"),
         },
         height=280,
     )

@@ -194,13 +194,13 @@ def run_figures(folder: Folder, directory: Path, index: int = 0) -> list[Path]:
     if run.strips:
         panels = [(s.name, s.epochs, s.percent) for s in run.strips]
         caption = (
-            "P(open) of every gate (expected), in percent, over epochs: a panel for each set of gates, a row for each "
+            "P(open) of every gate (expected), in percent, over epochs: a panel for each placement, a row for each "
             "gate, by falling P(open) at the end."
         )
         files += figures.strips(panels, directory / "gates-over-time", caption)
     if look is not None and look.spreads:
         caption = (
-            "Bars: share of the gates of a set by their value at test time (kept), in percent. Orange: the hard "
+            "Bars: share of the gates of a placement by their value at test time (kept), in percent. Orange: the hard "
             "concrete distribution that training draws from, the mean over the gates (expected): its density per bin, "
             "and its atoms at 0 and 1."
         )
