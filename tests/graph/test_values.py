@@ -136,11 +136,11 @@ def test_reshape_keeps_two_axes_that_stay_apart() -> None:
 
 @given(some_values(), st.data())
 def test_take_is_index_select(start: tuple[Ties, Value], data: st.DataObject) -> None:
-    record, value = start
+    _, value = start
     (truth,) = content(value)
     dim = data.draw(st.integers(0, value.ndim - 1))
     index = data.draw(st.lists(st.integers(0, value.shape[dim] - 1), min_size=1, max_size=6))
-    out = values.take(record, value, dim, np.array(index))
+    out = values.take(value, dim, np.array(index))
     assert torch.equal(content(out)[0], truth.index_select(dim, torch.tensor(index)))
 
 

@@ -2,9 +2,8 @@
 
 A unit is alive if any weight entry that reads it is open, and an entry is open if all gates on it are. With
 independent gates, P(alive) = Π_common p · (1 − Π_entries (1 − Π_rest p)), where the common gates act on every entry
-that reads the unit. The same formula at p ∈ {0, 1} says which units are kept. It is exact when no gate but the common
-ones acts on two entries of a unit, and `attach` refuses placements where one does. This file knows gates as numbers
-only.
+that reads the unit; at p ∈ {0, 1} it says which units are kept. It is exact when no gate but the common ones acts on
+two entries of a unit, and `attach` refuses placements where one does.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ def product(x: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """Unstructured gates of one weight seen from its contracting dimension: an input is read if any gate of its
-    column is open.
-    """
+    """Unstructured gates of one weight: an input is read if any gate of its column (along `dim`) is open."""
 
     start: int
     shape: tuple[int, ...]
@@ -46,8 +43,7 @@ class Column:
 
 @dataclass(frozen=True, eq=False)
 class Liveness:
-    """Index tables into the vector `[p, columns…, 1, 0]`, where p holds P(open) of all gates, one placement after the
-    other.
+    """Index tables into the vector `[p, columns…, 1, 0]`, where p holds P(open) of all gates, by placement.
 
     Args:
         size: number of gates.
@@ -103,12 +99,7 @@ class Liveness:
 
 
 def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
-    """Works out for every unit and every input which gates decide about it.
-
-    Raises:
-        ValueError: if a placement multiplies a dimension that does not contract, or one gate decides about some
-            readers of a unit but not all, beside others.
-    """
+    """Works out for every unit and every input which gates decide about it, or refuses the placements."""
     size = sum(prod(p.shape) for p in placements)
     columns, acting = _acting(graph, placements, size)
     one = size + sum(c.shape[c.dim] for c in columns)
@@ -142,9 +133,7 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
 
 
 def _acting(graph: Graph, placements: Sequence[Placement], width: int) -> tuple[list[Column], dict[str, list[Numbers]]]:
-    """The columns of unstructured weights, numbered from `width`, and for each weight that reads, by placement on it,
-    the gate or column at each input.
-    """
+    """The columns of unstructured weights, numbered from `width`, and for each weight the gates at its inputs."""
     columns: list[Column] = []
     acting: dict[str, list[Numbers]] = defaultdict(list)
     starts = accumulate((prod(p.shape) for p in placements), initial=0)

@@ -75,11 +75,8 @@ def attach(
         graph = proven(model, graph, inputs)
     placements = list(_called(where)(graph))
     if not placements:
-        unfrozen = {
-            True: "a residual stream (`where=l0.shrinkable(streams=True)` gates it)",
-            False: "`where` leaves it out",
-        }
-        reasons = "; ".join(f"`{a.name}`: {a.frozen or unfrozen[a.stream]}" for a in graph.axes)
+        stream, left_out = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)", "`where` leaves it out"
+        reasons = "; ".join(f"`{a.name}`: {a.frozen or (stream if a.stream else left_out)}" for a in graph.axes)
         raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
     return Gated(model, graph, placements, [_make(gate, p) for p in placements], inputs)
 
@@ -116,11 +113,8 @@ def _by_hand(model: nn.Module, axes: Sequence[Axis]) -> Graph:
                 raise ValueError(
                     f"`axes` has units of shape {site.units.shape} for `{site.tensor}`, which is {shape} at {site.dims}"
                 )
-    return Graph(
-        tuple(axes),
-        {n: tuple(t.shape) for n, t in members.items()},
-        parameters=tuple(n for n, _ in model.named_parameters()),
-    )
+    shapes = {n: tuple(t.shape) for n, t in members.items()}
+    return Graph(tuple(axes), shapes, parameters=tuple(n for n, _ in model.named_parameters()))
 
 
 def _refuse_sharded(model: nn.Module) -> None:

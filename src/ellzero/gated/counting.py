@@ -1,11 +1,9 @@
 """How many entries are left: parameters and MACs of the network that removal would give, by which units are alive.
 
-The entries of a weight are counted by a product of two sums, one over each dimension that carries units:
-Σ_o a_o · Σ_i a_i. In expectation over independent units that is E[n_out]·E[n_in]. Where the same units lie on both
-dimensions (residual streams) a unit is not independent of itself, nor of an input that reads it: an open input u means
-that its unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is added, with u = m for the unit itself. The *population* is every
-unit that a gate can close, and every input of a weight that gets a `Select`. This file counts; it does not know gates,
-only whether (or how probably) something is alive.
+A weight counts Σ_o a_o · Σ_i a_i over the two dimensions that carry units, E[n_out]·E[n_in] in expectation. Where the
+same units lie on both (residual streams) an open input u means that its unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is
+added, with u = m for the unit itself. The *population* is every unit that a gate can close, and every input of a weight
+that gets a `Select`.
 """
 
 from __future__ import annotations
@@ -34,13 +32,11 @@ class Census:
     Args:
         names: the module that each term belongs to.
         scale: what one entry costs in each term (0 dimensions left out).
-        left: row of X for the first dimension.
-        right: row of X for the second one (row 0 is the constant 1).
+        left, right: rows of X for the two dimensions (row 0 is the constant 1).
         constant: what always stays, by row.
         matrix: how often a member of each segment counts in each row.
         segment: the segment of each member of the population.
-        whole: the units m of the pairs (m, u) that meet in a term.
-        part: the u of these pairs, alive only if m is.
+        whole, part: the pairs (m, u) that meet in a term, u alive only if m is.
         twice: by term and sort of pair, how often such a pair meets in the term, times its scale.
         sort: the sort of each pair.
         units: unit number of the members that are units; the inputs of `inputs` follow.
@@ -77,21 +73,12 @@ class Census:
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arrays as tensors, for `expected`."""
-        vectors = ("scale", "left", "right", "constant", "matrix", "segment", "whole", "part", "twice", "sort", "units")
-        arrays = {k: getattr(self, k) for k in vectors}
-        return {
-            k: torch.as_tensor(a, device=device, dtype=dtype if a.dtype == np.float64 else None)
-            for k, a in arrays.items()
-        }
+        arrays = {k: a for k, a in vars(self).items() if isinstance(a, np.ndarray)}
+        types = {k: dtype if a.dtype == np.float64 else None for k, a in arrays.items()}
+        return {k: torch.as_tensor(a, device=device, dtype=types[k]) for k, a in arrays.items()}
 
     def expected(self, units: Tensor, inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
-        """What each term costs in expectation.
-
-        Args:
-            units: P(alive) of every unit of the graph.
-            inputs: P(open) of the inputs of each weight in `inputs`.
-            tables: from `tables()`.
-        """
+        """What each term costs in expectation, given P(alive) of every unit and P(open) of the `inputs`."""
         alive = torch.cat([units[tables["units"]], *inputs]) if inputs else units[tables["units"]]
         sums = alive.new_zeros(tables["matrix"].shape[1]).index_add(0, tables["segment"], alive)
         x = torch.addmv(tables["constant"], tables["matrix"], sums)
@@ -118,13 +105,13 @@ class _Builder:
             self.size += len(gates)
         self.rows: dict[bytes, int] = {}
         self.vectors: list[Numbers] = []
-        self.row(np.zeros(0, dtype=np.int64), 1)
+        self.row(np.array([-1]))  # row 0, the constant 1
         self.terms: list[tuple[str, float, int, int]] = []
 
-    def row(self, members: Numbers, constant: int) -> int:
-        """The number of the row that counts these members of the population (-1: always there), and `constant` more."""
+    def row(self, members: Numbers) -> int:
+        """The number of the row that counts these members of the population (-1: always there)."""
         vector = np.bincount(members[members >= 0], minlength=self.size + 1)
-        vector[self.size] = constant + (members < 0).sum()
+        vector[self.size] = (members < 0).sum()
         if vector.tobytes() not in self.rows:
             self.rows[vector.tobytes()] = len(self.rows)
             self.vectors.append(vector)
@@ -136,13 +123,10 @@ class _Builder:
         joint = next((dims for dims in sites if len(dims) > 1), None)
         if joint is not None:
             table, lines = sites[joint], sites.get((0,), np.full(shape[0], -1))
-            rest = prod(shape[2:])
             groups, which = np.unique(table, axis=0, return_inverse=True)
             for k, inside in enumerate(groups):
-                here = np.flatnonzero(which.reshape(-1) == k)
-                self.terms.append(
-                    (name, factor * rest, self.row(self.member[lines[here]], 0), self.row(self.member[inside], 0))
-                )
+                rows = [self.row(self.member[units]) for units in (lines[which.reshape(-1) == k], inside)]
+                self.terms.append((name, factor * prod(shape[2:]), rows[0], rows[1]))
             return
         dims = [(d, units) for (d,), units in sites.items()]
         rows = []
@@ -151,16 +135,12 @@ class _Builder:
             if tensor in self.inputs and (d,) == self.graph.reading[tensor]:
                 members = self.inputs[tensor] + np.arange(len(units))
             if (members >= 0).any():
-                rows.append(self.row(members, 0))
+                rows.append(self.row(members))
             else:
                 factor *= len(units)
         factor *= prod(size for d, size in enumerate(shape) if d not in dict(dims))
         assert len(rows) <= 2, f"`{tensor}` has more than two dimensions that shrink"
         self.terms.append((name, factor, *([*rows, 0, 0][:2])))  # type: ignore[arg-type]
-
-    def product(self, name: str, factor: float, left: Numbers | None, right: Numbers | None) -> None:
-        rows = [self.row(self.member[a], 0) if a is not None else 0 for a in (left, right)]
-        self.terms.append((name, factor, rows[0], rows[1]))
 
     def pairs(self) -> Numbers:
         """Members (m, u) such that u is alive only if m is: a unit and itself, a unit and an input that reads it."""
@@ -215,10 +195,10 @@ def count_units(graph: Graph, live: Liveness) -> Census:
     for axis, start in zip(graph.axes, graph.offsets, strict=False):
         members = builder.member[start : start + axis.size]
         if (members >= 0).any():
-            builder.terms.append((axis.name, 1.0, builder.row(members, 0), 0))
+            builder.terms.append((axis.name, 1.0, builder.row(members), 0))
     for tensor, start in builder.inputs.items():
         size = graph.shapes[tensor][graph.reading[tensor][0]]
-        builder.terms.append((tensor.rpartition(".")[0] or tensor, 1.0, builder.row(start + np.arange(size), 0), 0))
+        builder.terms.append((tensor.rpartition(".")[0] or tensor, 1.0, builder.row(start + np.arange(size)), 0))
     return builder.build()
 
 
@@ -231,5 +211,6 @@ def count_macs(graph: Graph, live: Liveness) -> Census | None:
         if p.tensor is not None:
             builder.tensor(p.tensor, p.name, p.factor)
         else:
-            builder.product(p.name, p.factor, p.left, p.right)
+            rows = [builder.row(builder.member[a]) if a is not None else 0 for a in (p.left, p.right)]
+            builder.terms.append((p.name, p.factor, rows[0], rows[1]))
     return builder.build()

@@ -19,10 +19,7 @@ def refuse_other_keys(own: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def refuse_other_shapes(own: Mapping[str, Any], new: Mapping[str, Any], prefix: str) -> None:
-    """Refuses a state with tensors of other shapes, or with gates that are not finite.
-
-    Torch loads what fits and complains afterwards.
-    """
+    """Refuses tensors of other shapes, and gates that are not finite: torch loads what fits, then complains."""
     for key, here in own.items():
         tensor = new.get(prefix + key)
         if not isinstance(here, Tensor) or tensor is None:

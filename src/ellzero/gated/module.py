@@ -2,7 +2,7 @@
 
 It draws every gate once per forward, has the draws multiplied into the weights that read (`multiplying.py`), and runs
 the user's own model with these weights in place of its own. The model is shared, not copied: called directly it is the
-dense network. This file does not know what an open gate costs, nor how a network is made smaller.
+dense network.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class Gated(nn.Module):
 
     def named_gates(self) -> Iterator[tuple[str, AbstractGate]]:
         """Yields the name and the gates of every placement."""
-        for placement, gate in zip(self.placements, self._gates(), strict=True):
-            yield placement.name, gate
+        yield from zip((p.name for p in self.placements), self._gates(), strict=True)
 
     def _gates(self) -> list[AbstractGate]:
         return list(self.gates.values())  # type: ignore[arg-type]
@@ -208,11 +207,10 @@ class Gated(nn.Module):
     def expanded(self) -> Gated:
         """A copy in which what `shrink` took out is back, as zeros behind closed gates: the same function."""
         out = copy.deepcopy(self)
-        if out.taken is None:
-            return out
-        out.taken.undo(out.model, self.graph.shapes)
-        out.taken = None
-        out._aim()
+        if out.taken is not None:
+            out.taken.undo(out.model, self.graph.shapes)
+            out.taken = None
+            out._aim()
         return out
 
     # ---- the forward -------------------------------------------------------------------------------------------------

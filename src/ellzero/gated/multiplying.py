@@ -1,7 +1,7 @@
 """How gates get into weights: each gated weight is replaced, for one forward, by its product with the gates on it.
 
 `aim` works out once which gates act on which weight, and in what layout. `in_place` puts the products where the model
-looks for its weights and takes them out again. This file knows drawn gates as tensors; it draws none.
+looks for its weights and takes them out again.
 """
 
 from __future__ import annotations
@@ -68,14 +68,7 @@ def aim(model: nn.Module, placements: Sequence[Placement]) -> tuple[dict[str, Ta
 
 
 def multiplied(weight: Tensor, target: Target, z: Sequence[Tensor], tables: Mapping[str, Tensor]) -> Tensor:
-    """`weight` times all gates on it.
-
-    Args:
-        weight: the model's own.
-        target: the gates on it.
-        z: the gates, one tensor per placement.
-        tables: from `aim`, as tensors.
-    """
+    """`weight` times all gates on it, which `z` holds by placement; `tables` are those of `aim`, as tensors."""
     product: Tensor | None = None
     for number, repeats, table, shape in target.factors:
         factor = z[number]
@@ -99,8 +92,13 @@ def in_place(
     What `torch.func.functional_call` does, for the few weights that change: it walks all parameters at each call.
     """
     put: list[tuple[dict[str, Any], str, Any]] = []
-    checkpointing = _forbid_checkpointing() if torch.is_grad_enabled() else None
+    checkpoint: Any = torch.utils.checkpoint
+    refusing = torch.is_grad_enabled()
+    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
     try:
+        if refusing:
+            checkpoint.CheckpointFunction = _Refusal
+            checkpoint._checkpoint_without_reentrant_generator = _Refusal.apply
         for name, target in targets.items():
             weight: Any = None
             for *path, key in target.holders:
@@ -121,27 +119,16 @@ def in_place(
     finally:
         for parameters, key, own in put:
             parameters[key] = own
-        if checkpointing is not None:
-            _allow_checkpointing(checkpointing)
+        if refusing:
+            checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator = before
 
 
-def _forbid_checkpointing() -> tuple[Any, Any]:
+class _Refusal:
     """Refuses activation checkpointing inside the model: its recomputation runs in the backward, after the gated
     weights are gone, and would silently use the dense ones. Checkpointing around the `Gated` is fine: it recomputes
     the gates too, with the same noise.
     """
-    module: Any = torch.utils.checkpoint
-    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Refusal, _Refusal.apply
-    return before
 
-
-def _allow_checkpointing(before: tuple[Any, Any]) -> None:
-    module: Any = torch.utils.checkpoint
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
-
-
-class _Refusal:
     @staticmethod
     def apply(*_: Any, **__: Any) -> Any:
         raise RuntimeError(

@@ -1,9 +1,7 @@
 """Where gates go: functions from a traced graph to placements.
 
-A `Placement` is the gates of one layer or axis: which weight entries they multiply and which entries their norm
-counts; in the papers the two differ for a convolution's maps. `shrinkable()`, `per_layer()` and `weights(pattern)` make
-the functions that come with the library; any function `Graph -> list[Placement]` will do. This file does not know gates
-or their distributions.
+`shrinkable()`, `per_layer()` and `weights(pattern)` make those that come with the library; any function
+`Graph -> list[Placement]` will do. This file does not know gates or their distributions.
 """
 
 from __future__ import annotations
@@ -94,7 +92,7 @@ def _of_layer(graph: Graph, tensor: str) -> Placement | None:
         site = Site(tensor, (dim,), np.arange(shape[dim]), "reads")
         return Placement(layer, (shape[dim],), (site,), (site,))
     if len(shape) > 2:
-        written = [a for a in graph.axes for s in a.writers if s.tensor == tensor and s.role == "writes"]
+        written = [a for a in graph.axes for s in a.writers if s.tensor == tensor]
         if written and written[-1].frozen is None:
             axis = written[-1]
             _refuse_shared(axis, graph)

@@ -1,7 +1,6 @@
 """What is left of placements when units are taken out of a live model for good.
 
-Gates, their noise and all that counts stay those of the whole network; only what the gates multiply gets smaller. This
-file computes with placements and plans; `Gated.shrink` carries out.
+Gates, their noise and all that counts stay those of the whole network; only what the gates multiply gets smaller.
 """
 
 from __future__ import annotations
@@ -20,16 +19,7 @@ from ellzero.graph.plan import Mask, Plan
 
 
 def refuse_taking(model: nn.Module, plan: Plan, taken: Plan | None) -> None:
-    """Refuses a plan that a live model cannot follow.
-
-    Args:
-        model: the model as it is now.
-        plan: what is to be left.
-        taken: the plan that was followed before.
-
-    Raises:
-        ValueError: the plan brings a unit back, or takes more than units out, or there is a grouped convolution.
-    """
+    """Refuses a plan that a live model cannot follow, after `taken` was followed before."""
     for name, module in model.named_modules():
         if isinstance(module, _ConvNd) and module.groups > 1:  # sizes would not say any more how many groups it had
             raise ValueError(f"`{name}` is a grouped convolution, and a network with one cannot shrink in steps")

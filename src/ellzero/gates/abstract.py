@@ -1,9 +1,7 @@
 """Gates: modules that hold the parameters φ of one random multiplier per unit (or per weight) and evaluate them.
 
-A *family* of gates is a handful of pure functions of φ: draw z from uniform noise, the test-time value, P(z ≠ 0), the
-evidence for keeping. Because they are pure, all gates of a model are evaluated together on concatenated φ (`draw`,
-`values`, `probabilities`, ...) in a few kernels, however many layers there are. This file knows nothing of networks:
-not which weights a gate multiplies, not what an open gate costs, not how gates are trained.
+A *family* is a handful of pure functions of φ, so that all gates of a model are evaluated together on concatenated φ
+(`draw`, `values`, `flat`) in a few kernels, however many layers there are. This file knows nothing of networks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Continuous distributions on a gate's way to [0, 1], and what all distributions here share.
 
-The binary concrete of Maddison et al. and the logistic; `distributions.py` has what clamping makes of them. This file
-knows nothing of modules, parameters or networks.
+The binary concrete of Maddison et al. and the logistic; `distributions.py` has what clamping makes of them.
 """
 
 from __future__ import annotations

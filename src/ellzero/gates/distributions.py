@@ -1,12 +1,8 @@
 """One random multiplier as a `torch.distributions.Distribution`: binary concrete, hard concrete, rectified anything.
 
-The hard concrete of Louizos et al. (2018) is a mixture of an atom at 0, an atom at 1 and a density between them. The
-recipe behind it is general: clamp any continuous s̄ that has a CDF to [0, 1]. Both are here, with the KL divergence
-between any two of them. This file knows nothing of modules, parameters or networks. Equation numbers are those of the
-paper.
-
-Half-precision parameters are promoted to float32, float64 stays float64. Everything is finite, and has finite
-gradients, for |log α| up to 50.
+The hard concrete of Louizos et al. (2018), whose equation numbers these are, and the general recipe behind it: clamp
+any continuous s̄ that has a CDF to [0, 1]. Half-precision parameters are promoted to float32, float64 stays float64.
+Everything is finite, and has finite gradients, for |log α| up to 50. This file knows nothing of modules or networks.
 """
 
 from __future__ import annotations
@@ -22,24 +18,9 @@ from torch.distributions import Distribution, constraints, register_kl
 from torch.nn.functional import logsigmoid
 from torch.types import _size
 
-from ellzero.gates.concrete import (
-    BinaryConcrete,
-    Logistic,
-    check_log_alpha_and_beta,
-    concrete_log_density,
-    expanded,
-    gauss_legendre,
-    parameters,
-    safe_log,
-    validates,
-)
-from ellzero.gates.formulas import (
-    check_stretch,
-    hard_concrete_noiseless,
-    hard_concrete_prob_nonzero,
-    hard_concrete_sample,
-    promote,
-)
+from ellzero.gates import concrete, formulas
+from ellzero.gates.concrete import BinaryConcrete, Logistic, expanded, safe_log
+from ellzero.gates.formulas import promote
 
 __all__ = ["AbstractRectified", "BinaryConcrete", "HardConcrete", "Logistic", "Rectified"]
 
@@ -93,8 +74,7 @@ class AbstractRectified(Distribution, ABC):
     @final
     def median(self) -> Tensor:
         """The median of z: zero exactly where P(z ≠ 0) ≤ 1/2."""
-        half = torch.full_like(self._masses()[0], 0.5)
-        return self.icdf(half)
+        return self.icdf(torch.full_like(self._masses()[0], 0.5))
 
     @property
     @final
@@ -150,7 +130,7 @@ class AbstractRectified(Distribution, ABC):
     def _expect_between(self, f: Callable[[Tensor], Tensor]) -> Tensor:
         """∫ f(z) q(z) dz over 0 < z < 1."""
         mass = self._masses()[2]
-        x, w = gauss_legendre(mass)
+        x, w = concrete.gauss_legendre(mass)
         return mass * (w * f(self._between(x))).sum(0)
 
 
@@ -189,11 +169,11 @@ class HardConcrete(AbstractRectified):
         zeta: float = 1.1,
         validate_args: bool | None = None,
     ) -> None:
-        self.log_alpha, self.beta = parameters(log_alpha, beta)
+        self.log_alpha, self.beta = concrete.parameters(log_alpha, beta)
         self.gamma, self.zeta = float(gamma), float(zeta)
-        if validates(validate_args):
-            check_log_alpha_and_beta(self.log_alpha, self.beta)
-            check_stretch(self.gamma, self.zeta)
+        if concrete.validates(validate_args):
+            concrete.check_log_alpha_and_beta(self.log_alpha, self.beta)
+            formulas.check_stretch(self.gamma, self.zeta)
         super().__init__(self.log_alpha.shape, validate_args=validate_args)
 
     def expand(self, batch_shape: _size, _instance: Any = None) -> HardConcrete:
@@ -202,17 +182,17 @@ class HardConcrete(AbstractRectified):
 
     def rsample(self, sample_shape: _size = ()) -> Tensor:
         u = torch.rand(self._extended_shape(sample_shape), dtype=self.log_alpha.dtype, device=self.log_alpha.device)
-        return hard_concrete_sample(u, self.log_alpha, self.beta, self.gamma, self.zeta)
+        return formulas.hard_concrete_sample(u, self.log_alpha, self.beta, self.gamma, self.zeta)
 
     @property
     def prob_nonzero(self) -> Tensor:
         """P(z ≠ 0) = σ(log α − β log(−γ/ζ)) (eq. 12)."""
-        return hard_concrete_prob_nonzero(self.log_alpha, self.beta, self.gamma, self.zeta)
+        return formulas.hard_concrete_prob_nonzero(self.log_alpha, self.beta, self.gamma, self.zeta)
 
     @property
     def noiseless(self) -> Tensor:
         """The test-time value ẑ = clamp(σ(log α)(ζ − γ) + γ, 0, 1) (eq. 13)."""
-        return hard_concrete_noiseless(self.log_alpha, self.gamma, self.zeta)
+        return formulas.hard_concrete_noiseless(self.log_alpha, self.gamma, self.zeta)
 
     def _edges(self) -> tuple[Tensor, Tensor]:
         """logit Q(0) and logit Q(1)."""
@@ -233,7 +213,7 @@ class HardConcrete(AbstractRectified):
         return torch.sigmoid(self.beta * self._logit_unstretched(x) - self.log_alpha)
 
     def _base_log_prob(self, x: Tensor) -> Tensor:
-        density = concrete_log_density(self._logit_unstretched(x), self.log_alpha, self.beta)
+        density = concrete.concrete_log_density(self._logit_unstretched(x), self.log_alpha, self.beta)
         return density - math.log(self.zeta - self.gamma)
 
     def _base_icdf(self, t: Tensor, complement: Tensor) -> Tensor:
@@ -331,10 +311,7 @@ class Rectified(AbstractRectified):
 
 
 def _kl_rectified(q: AbstractRectified, p: AbstractRectified) -> Tensor:
-    """KL(q ‖ p) of two rectified distributions (eqs. 27 and 28).
-
-    The atoms contribute in closed form, the densities by a 32-point Gauss–Legendre rule in the quantile variable of q.
-    """
+    """KL(q ‖ p) (eqs. 27 and 28): atoms in closed form, densities by quadrature in the quantile variable of q."""
     shape = torch.broadcast_shapes(q.batch_shape, p.batch_shape)
     q, p = q.expand(shape), p.expand(shape)
     (zero, one, _), (log_q0, log_q1), (log_p0, log_p1) = q._masses(), q._log_masses(), p._log_masses()

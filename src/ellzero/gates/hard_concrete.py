@@ -11,15 +11,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from ellzero.gates import formulas
 from ellzero.gates.abstract import AJAR, AbstractGate, Phi, check_mask
-from ellzero.gates.formulas import (
-    check_stretch,
-    hard_concrete_median,
-    hard_concrete_noiseless,
-    hard_concrete_prob_nonzero,
-    hard_concrete_sample,
-    promote,
-)
+from ellzero.gates.formulas import promote
 
 INIT_STD = 0.01  # Louizos et al., section 4: enough to break ties between gates, too little to matter otherwise
 CLOSED = -50.0  # logit of P(open) in a gate closed for good: no draw opens it, no gradient is large enough to move it
@@ -39,7 +33,7 @@ class Noiseless(AbstractRule):
     """ẑ = clamp(σ(log α)(ζ − γ) + γ, 0, 1) (Louizos et al., eq. 13); with the defaults open iff P(open) > 0.310."""
 
     def __call__(self, log_alpha: Tensor, beta: float | Tensor, gamma: float, zeta: float) -> Tensor:
-        return hard_concrete_noiseless(log_alpha, gamma, zeta)
+        return formulas.hard_concrete_noiseless(log_alpha, gamma, zeta)
 
 
 @final
@@ -48,7 +42,7 @@ class Median(AbstractRule):
     """ẑ = clamp(σ(log α / β)(ζ − γ) + γ, 0, 1), the median of z; open iff P(open) > 1/2, whatever β, γ and ζ."""
 
     def __call__(self, log_alpha: Tensor, beta: float | Tensor, gamma: float, zeta: float) -> Tensor:
-        return hard_concrete_median(log_alpha, beta, gamma, zeta)
+        return formulas.hard_concrete_median(log_alpha, beta, gamma, zeta)
 
 
 @final
@@ -96,7 +90,7 @@ class HardConcreteGate(AbstractGate):
     ) -> None:
         super().__init__(shape)
         check_drop_rate(drop_rate)
-        check_stretch(gamma, zeta)
+        formulas.check_stretch(gamma, zeta)
         if not isinstance(rule, AbstractRule):
             raise TypeError(f"`rule` must be a test rule such as `Noiseless()` or `Median()`, got {rule!r}")
         self.gamma, self.zeta, self.rule = float(gamma), float(zeta), rule
@@ -119,12 +113,10 @@ class HardConcreteGate(AbstractGate):
     @property
     def beta(self) -> float | Tensor:
         """The temperature: the float that was given, or the tensor exp(`log_beta`)."""
-        return promote(self.log_beta).exp() if self.log_beta is not None else self._constant_beta
-
-    @property
-    def _constant_beta(self) -> float:
-        assert self._beta is not None
-        return self._beta
+        if self._beta is not None:
+            return self._beta
+        assert self.log_beta is not None
+        return promote(self.log_beta).exp()
 
     def phi(self) -> Phi:
         if self._beta is not None:
@@ -135,16 +127,16 @@ class HardConcreteGate(AbstractGate):
         return (self._beta, self.gamma, self.zeta, self.rule)
 
     def _split(self, phi: Phi) -> tuple[Tensor, float | Tensor]:
-        return phi[0], phi[1] if len(phi) == 2 else self._constant_beta
+        return phi[0], phi[1] if len(phi) == 2 else self.beta
 
     def sample_from(self, phi: Phi, u: Tensor) -> Tensor:
-        return hard_concrete_sample(u, *self._split(phi), self.gamma, self.zeta)
+        return formulas.hard_concrete_sample(u, *self._split(phi), self.gamma, self.zeta)
 
     def value_from(self, phi: Phi) -> Tensor:
         return self.rule(*self._split(phi), self.gamma, self.zeta)
 
     def prob_from(self, phi: Phi) -> Tensor:
-        return hard_concrete_prob_nonzero(*self._split(phi), self.gamma, self.zeta)
+        return formulas.hard_concrete_prob_nonzero(*self._split(phi), self.gamma, self.zeta)
 
     def evidence_from(self, phi: Phi) -> Tensor:
         return self.prob_from(phi)

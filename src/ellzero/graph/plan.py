@@ -1,9 +1,8 @@
 """Taking units out of a network: the removal plan as a value, and how it is carried out.
 
 A `Plan` says for every parameter and buffer which entries of which dimensions stay. It is data: the same plan slices
-a model's weights, an optimizer's moments, an averaged copy or gradients. Two small layers stand in where slicing is
-not enough: `Select` picks the inputs that a layer still reads from something that cannot shrink, `Closed` replaces a
-layer that reads or writes nothing any more. This file does not know what a gate is: it is told which units are alive.
+a model's weights, an optimizer's moments, an averaged copy or gradients. Where slicing is not enough, `standins.py`
+has layers for it. This file does not know what a gate is: it is told which units are alive.
 """
 
 from __future__ import annotations
@@ -149,17 +148,8 @@ def make_plan(
 
     Units come back, those with most evidence first: until each group of a grouped convolution has as many channels as
     the fullest ("padding"), and one for an axis that is closed as a whole where its layers cannot be taken out. Units
-    of frozen axes always stay.
-
-    Args:
-        graph: what shrinks together.
-        alive: for every unit, whether anything reads it.
-        entries: for weights that get a `Select`, which of their inputs they go on reading.
-        evidence: for every unit, what speaks for it; larger is kept first.
-        refuse: whether a closed axis that nothing carries on without is an error (else one unit of it stays).
-
-    Raises:
-        ClosedAxisError: naming the axis.
+    of frozen axes always stay. `entries` says which of its inputs a weight that gets a `Select` goes on reading. A
+    closed axis that nothing carries on without is a `ClosedAxisError`, or keeps one unit without `refuse`.
     """
     entries = entries or {}
     evidence = np.zeros(len(alive)) if evidence is None else evidence

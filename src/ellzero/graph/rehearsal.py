@@ -1,9 +1,8 @@
 """Trying removals out before any gate is trained: what does not survive one on a copy is frozen, with that reason.
 
-Tracing cannot see a literal (`view(-1, 800)`, `x[:, :30]`, a stored number of heads) that is right for the dense
-network alone. So the model is copied, its numbers are disturbed (a zero-initialised weight would hide a wrong
-answer), units are removed, and what comes out is compared with the copy whose reading weights are set to zero at
-those units.
+Tracing cannot see a literal (`view(-1, 800)`, `x[:, :30]`) that is right for the dense network alone. So the model is
+copied, its numbers are disturbed (a zero-initialised weight would hide a wrong answer), units are removed, and what
+comes out is compared with the copy whose reading weights are set to zero at those units.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,13 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import ClosedAxisError, Mask, make_plan
-from ellzero.graph.tracing import Inputs, batch_size, run
+from ellzero.graph.tracing import Inputs, batch_size, first_line, run
 
 
 def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
-    """The graph with every axis frozen whose units cannot be removed, and `can_vanish` set where whole layers can
-    be.
-    """
+    """The graph with every axis frozen whose units cannot be removed, and `can_vanish` where whole layers can be."""
     bench = _Bench(model, graph, inputs)
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
     reasons = dict.fromkeys(bench.unseen(free), "the example input does not show whether the output depends on it")
@@ -85,10 +81,12 @@ class _Bench:
     def _sets(self, inputs: Inputs, seed: int = 0) -> bool:
         """Adds a scene, a disturbed copy of the model and an input, if it runs and gives finite numbers."""
         model = copy.deepcopy(self.original).eval()
-        if self.dtype is not None:
-            model.to(self.dtype)
+        dtype = self.dtype
+        if dtype is not None:
+            model.to(dtype)
+            inputs = tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
         _disturb(model, seed)
-        scene: Scene = (model, tree_map(partial(_cast, dtype=self.dtype), inputs))
+        scene: Scene = (model, inputs)
         try:
             fine = all(bool(t.isfinite().all()) for t in _outputs(*scene))
         except Exception:
@@ -115,9 +113,7 @@ class _Bench:
         return left
 
     def _moved(self, model: nn.Module, inputs: Inputs) -> set[int]:
-        """Units whose closing moves the output, to first order: the gradient of a random projection times the
-        weight.
-        """
+        """Units whose closing moves the output, to first order: slope of a random projection times the weight."""
         members = model.named_parameters()
         weights = {n: p.detach().clone().requires_grad_() for n, p in members if n in self.graph.reading}
         generator = torch.Generator().manual_seed(1)
@@ -143,9 +139,7 @@ class _Bench:
         span = self.span(axis)
         if any(span.start <= unit < span.stop for unit in moved):
             return True
-        alive = self.all()
-        alive[span] = False
-        masked = _outputs(model, inputs, masked_weights(model, self.graph, alive))
+        masked = _outputs(model, inputs, masked_weights(model, self.graph, self.without([axis])))
         return not all(torch.equal(a, b) for a, b in zip(_outputs(model, inputs), masked, strict=True))
 
     def survives_parts(self, axes: Sequence[int]) -> str | None:
@@ -153,28 +147,21 @@ class _Bench:
 
         All three: `chunk(3)` of 3·n entries still cuts at n when one or two are gone, and elsewhere when three are.
         """
-        for much in ("one", "half", "most"):
-            failure = self.survives(self.alive(axes, much), axes)
-            if failure is not None:
-                return failure
-        return None
+        failures = (self.survives(self.alive(axes, much), axes) for much in ("one", "half", "most"))
+        return next((failure for failure in failures if failure is not None), None)
 
     def could_vanish(self, axis: int) -> bool:
-        alive = self.all()
-        alive[self.span(axis)] = False
         try:
-            make_plan(self.graph, alive)
+            make_plan(self.graph, self.without([axis]))
         except ClosedAxisError:
             return False
         return True
 
     def survives_vanishing(self, axes: Sequence[int]) -> str | None:
-        alive = self.all()
         trial = list(self.graph.axes)
         for k in axes:
-            alive[self.span(k)] = False
             trial[k] = replace(trial[k], can_vanish=True)
-        return self.survives(alive, axes, replace(self.graph, axes=tuple(trial)))
+        return self.survives(self.without(axes), axes, replace(self.graph, axes=tuple(trial)))
 
     def survives(self, alive: Mask, axes: Sequence[int], graph: Graph | None = None) -> str | None:
         try:
@@ -190,14 +177,17 @@ class _Bench:
                 plan.apply(small)
                 removed = _outputs(small, inputs)
             except Exception as error:
-                first = (str(error).strip() or "(no message)").splitlines()[0]
-                return f"the model does not run with a unit of it removed ({type(error).__name__}: {first})"
+                return f"the model does not run with a unit of it removed ({first_line(error)})"
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed"
         return None
 
-    def all(self) -> Mask:
-        return np.ones(self.graph.offsets[-1], dtype=bool)
+    def without(self, axes: Sequence[int]) -> Mask:
+        """All units but those of these axes."""
+        alive = np.ones(self.graph.offsets[-1], dtype=bool)
+        for k in axes:
+            alive[self.span(k)] = False
+        return alive
 
     def span(self, axis: int) -> slice:
         return slice(self.graph.offsets[axis], self.graph.offsets[axis] + self.graph.axes[axis].size)
@@ -205,7 +195,7 @@ class _Bench:
     def alive(self, axes: Sequence[int], much: Literal["one", "half", "most"]) -> Mask:
         """Without one unit of each axis, half of them, or all but one; as many of each group of a convolution."""
         random = np.random.default_rng(0)
-        alive = self.all()
+        alive = self.without([])
         for k in axes:
             cells = self._cells(k)
             parts = int(np.gcd.reduce([len(cell) for cell in cells]))
@@ -255,9 +245,8 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
             finite = x[x.isfinite()].abs()
             # Relative, but not to nothing: an output that cancels to zero leaves rounding of what cancelled.
             scale = max(1e-4, float(finite.max())) if finite.numel() else 1.0
-            if not bool(
-                ((x == y) | ((x - y).abs() <= tolerance * scale)).all()
-            ):  # the same infinity passes, NaN never does
+            near = (x == y) | ((x - y).abs() <= tolerance * scale)  # the same infinity passes, NaN never does
+            if not bool(near.all()):
                 return False
     return True
 
@@ -286,9 +275,7 @@ def _disturb(model: nn.Module, seed: int) -> None:
 
 
 def stirred(inputs: Inputs, seed: int = 0) -> Inputs:
-    """The example with noise on its floating-point numbers, stronger for larger seeds: zeros would hide every
-    difference.
-    """
+    """The example with noise on its numbers, stronger for larger seeds: zeros would hide every difference."""
     generator = torch.Generator().manual_seed(seed)
 
     def stir(leaf: Any) -> Any:
@@ -301,13 +288,9 @@ def stirred(inputs: Inputs, seed: int = 0) -> Inputs:
     return out
 
 
-def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
-    return leaf.to(dtype) if dtype and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
 def _first_examples(inputs: Inputs, count: int) -> Inputs:
     size = batch_size(inputs)
-    out: Inputs = tree_map(
-        lambda t: t[:count] if isinstance(t, Tensor) and t.ndim and t.shape[0] == size else t, inputs
-    )
-    return out if size > count else inputs
+    if size <= count:
+        return inputs
+    out: Inputs = tree_map(lambda t: t[:count] if isinstance(t, Tensor) and t.shape[:1] == (size,) else t, inputs)
+    return out

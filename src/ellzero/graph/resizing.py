@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 RESIZERS: dict[type[nn.Module], Callable[[Any], None]] = {}
 
@@ -22,10 +23,9 @@ def resizes(*types: type[nn.Module]) -> Callable[[Callable[[Any], None]], Callab
 
 def resize(module: nn.Module) -> None:
     """Brings a module's attributes in line with its sliced tensors; a type without a resizer has none that matter."""
-    for kind in type(module).__mro__:
-        if kind in RESIZERS:
-            RESIZERS[kind](module)
-            return
+    fix = next((RESIZERS[kind] for kind in type(module).__mro__ if kind in RESIZERS), None)
+    if fix is not None:
+        fix(module)
 
 
 @resizes(nn.Linear)
@@ -47,18 +47,9 @@ def _conv_transpose(m: nn.ConvTranspose2d) -> None:
     m.in_channels, m.out_channels = m.weight.shape[0], m.weight.shape[1] * m.groups
 
 
-@resizes(
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+@resizes(_NormBase)  # every batch and instance norm
 def _norm(m: nn.BatchNorm2d) -> None:
-    size = next((t.shape[0] for t in (m.weight, m.running_mean) if t is not None), m.num_features)
-    m.num_features = size
+    m.num_features = next((t.shape[0] for t in (m.weight, m.running_mean) if t is not None), m.num_features)
 
 
 @resizes(nn.GroupNorm)

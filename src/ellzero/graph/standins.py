@@ -32,9 +32,7 @@ def select_first(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def put_select(layer: nn.Module, index: Tensor) -> None:
-    """Gives a layer a `Select` as its child `select`, run before it. The layer stays of its own class, with its own
-    keys.
-    """
+    """Gives a layer a `Select` as its child `select`, run before it; the layer keeps its class and its keys."""
     weight: Any = layer.weight
     dim = -1 if isinstance(layer, nn.Linear) else 1 - weight.ndim
     layer.add_module("select", Select(index.to(weight.device), dim))
@@ -45,8 +43,7 @@ def put_select(layer: nn.Module, index: Tensor) -> None:
 class Closed(nn.Module):
     """A linear or convolutional layer that reads nothing any more: its output is its bias, whatever comes in.
 
-    With no outputs left either it gives an empty tensor of the right shape, so that what follows in the user's
-    forward goes on running.
+    With no outputs left either it gives an empty tensor of the right shape, so that the user's forward goes on running.
     """
 
     def __init__(self, layer: nn.Module, outputs: int) -> None:
@@ -75,10 +72,7 @@ class Closed(nn.Module):
 def put_closed(model: nn.Module, path: str, outputs: int | None = None) -> None:
     """Replaces the layer at `path`: a `Closed` for one that contracts, an identity for one that works unit by unit.
 
-    Args:
-        model: the network, changed in place.
-        path: name of the layer.
-        outputs: how many outputs a `Closed` has; as many as the layer if `None`.
+    A `Closed` has `outputs` outputs, or as many as the layer.
     """
     layer = model.get_submodule(path)
     weight: Any = getattr(layer, "weight", None)

@@ -2,7 +2,7 @@
 
 Every entry of every parameter and buffer dimension starts as an *atom*. Operations tie atoms ("this weight's second
 dimension reads what that one's first dimension writes"), and a class of tied atoms is a *unit*: something that can
-only be removed as a whole. This file does not know what an operation, a layer or a gate is.
+only be removed as a whole.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class Ties:
         self.roles[role].append(atoms.ravel())
 
     def table(self, tensor: str, dims: tuple[int, ...], atoms: Numbers, role: Role) -> None:
-        """A site that is an index map over several dimensions. Used again (a shared module, a second trace), it reads
-        the same units.
-        """
+        """A site that is an index map over several dimensions; used again (a second trace), it reads the same units."""
         if (tensor, dims, role) in self.tables:
             self.tie(self.tables[tensor, dims, role], atoms)
         self.tables.setdefault((tensor, dims, role), atoms)
@@ -80,10 +78,7 @@ class Ties:
 
 
 def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
-    """The class of each atom under the equivalence that `pairs` generate: connected components, by pointer jumping.
-
-    Returns:
-        For each atom the smallest atom of its class.
+    """For each atom the smallest of its class under the equivalence that `pairs` generate, by pointer jumping.
 
     Example:
         >>> classes(4, [(np.array([3]), np.array([1]))])
@@ -109,13 +104,9 @@ def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
 def unify(ties: Ties, names: dict[str, str]) -> Graph:
     """Turns what was said about atoms into units and axes.
 
-    Units with the same signature (the tensors' dimensions they lie on, and how often on each) form one axis. One
-    frozen unit freezes its whole axis: whatever looks at a unit by position would look at another one after a
-    removal.
-
-    Args:
-        ties: what the operations said.
-        names: for each tensor the module that owns it, for naming axes.
+    Units with the same signature (the tensors' dimensions they lie on, and how often on each) form one axis, named
+    after the module in `names` that owns the tensor. One frozen unit freezes its whole axis: whatever looks at a unit
+    by position would look at another one after a removal.
     """
     root = classes(ties.count, ties.pairs)
     finder = _Finder(ties, root, names)

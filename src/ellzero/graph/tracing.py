@@ -1,8 +1,7 @@
 """From a model and an example input to its `Graph`: walks the `torch.export` program and lets the rules speak.
 
 The model is traced twice, in evaluation with the example and in training with the example's batch doubled, into the
-same ties: what either run couples is coupled, what either run mixes is frozen. This file knows how to read an exported
-program; what an operation means is in `rules/`, what ties mean in `ties.py`.
+same ties: what either run couples is coupled, what either run mixes is frozen.
 """
 
 from __future__ import annotations
@@ -119,30 +118,26 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
     try:
         model = copy.deepcopy(model)  # a forward may count its calls, or keep what it saw
     except Exception as error:
-        raise TraceError(
-            f"`model` cannot be copied, and removals are tried out on a copy: {_first_line(error)}"
-        ) from error
+        what = "`model` cannot be copied, and removals are tried out on a copy"
+        raise TraceError(f"{what}: {first_line(error)}") from error
     names = canonical_names(model)
     owners = {name: name.rpartition(".")[0] for name in set(names.values())}
     members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    ties = Ties(
-        {name: tuple(t.shape) for name, t in members.items()}, tuple(name for name, _ in model.named_parameters())
-    )
+    shapes = {name: tuple(t.shape) for name, t in members.items()}
+    ties = Ties(shapes, tuple(name for name, _ in model.named_parameters()))
     with mode(model, False), torch.no_grad():
         try:
             run(model, inputs)
         except Exception as error:
-            raise TraceError(f"the model rejects `example_inputs`: {_first_line(error)}") from error
-    deadline = time.monotonic() + limit
-    walk = _Walk(model, ties, names, deadline)
+            raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
+    walk = _Walk(model, ties, names, time.monotonic() + limit)
     walk.go(inputs, training=False)
-    doubled = _doubled(inputs)
-    if doubled is not None:
-        walk.go(doubled, training=True)
+    walk.go(_doubled(inputs), training=True)
     return unify(ties, owners)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
     return f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
 
 
@@ -154,9 +149,7 @@ def _progress(text: str) -> None:
 
 
 def _doubled(inputs: Inputs) -> Inputs:
-    """The example with its batch twice: a batch dimension that is part of the arithmetic shows itself when it
-    changes.
-    """
+    """The example with its batch twice: a batch dimension that is part of the arithmetic then shows itself."""
     size = batch_size(inputs)
 
     def twice(leaf: Any) -> Any:
@@ -180,13 +173,11 @@ class _Walk:
             try:
                 program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
             except Exception as error:
-                if training:
-                    # A model that only takes this batch size, or has no training mode of its own: the first walk
-                    # stands.
+                if training:  # it takes no other batch size, or has no training mode of its own: the first walk stands
                     return
                 raise TraceError(
                     "`torch.export` cannot trace the model with `example_inputs` (data-dependent control flow is a "
-                    f"common cause; axes can be passed by hand as `axes`): {_first_line(error)}"
+                    f"common cause; axes can be passed by hand as `axes`): {first_line(error)}"
                 ) from error
         signature = program.graph_signature
         members = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -195,8 +186,7 @@ class _Walk:
         self.index = {node: number for number, node in enumerate(nodes)}
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
         for number, node in enumerate(nodes):
-            now = time.monotonic()
-            if now > self.deadline:
+            if time.monotonic() > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
             _progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
             values[node] = self._value(node, number, values, members, inputs, training)
@@ -215,8 +205,7 @@ class _Walk:
                 if node.users:
                     self.ties.reached.add(name)
                 carried: dict[Dims, Numbers] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
-                # A buffer cannot be gated, so as a weight it counts as computed; its dimensions can be sliced like
-                # any other's.
+                # A buffer cannot be gated, so as a weight it counts as computed; it can be sliced all the same.
                 return Value(tuple(value.shape), carried, f"`{name}`", name if name in self.ties.parameters else None)
             kind = "a constant of the model" if node.name.startswith(("c_", "lifted")) else "the model's input"
             return Value(tuple(value.shape), why=f"{kind} `{node.name}`")
@@ -259,25 +248,17 @@ class _Walk:
 
     def _link(self, node: Any, number: int, values: dict[Any, Any], training: bool) -> None:
         """Gives the value its place in the forward: its step, and the bit set of the steps it depends on."""
-        sources = [n for n in node.all_input_nodes if values.get(n) is not None]
         ancestors = 0
-        for source in sources:
-            for value in tensors([values[source]]):
-                ancestors |= value.lineage
+        for value in tensors([values.get(n) for n in node.all_input_nodes]):
+            ancestors |= value.lineage
         made = tensors([values[node]])
         if node.target is not operator.getitem:
             for value in made:
                 value.step, value.ancestors = number, ancestors
         if not training:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
-            self.ties.steps.append(
-                Step(
-                    tuple(self.index[n] for n in node.all_input_nodes),
-                    node.meta.get("ellzero_reads", ()),
-                    is_input,
-                    node.op == "output",
-                )
-            )
+            fed = tuple(self.index[n] for n in node.all_input_nodes)
+            self.ties.steps.append(Step(fed, node.meta.get("ellzero_reads", ()), is_input, node.op == "output"))
 
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

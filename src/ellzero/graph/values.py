@@ -1,13 +1,9 @@
 """How units move through shapes: the algebra that every rule in `rules/` is written in.
 
-A `Value` is a tensor of the traced forward without its numbers: its shape, and for each dimension that carries units
-the atoms at its entries. Units usually lie along one dimension; after a reshape they may lie on several at once
-("joint": the two halves of a channel shuffle, the three dimensions of a pixel shuffle). A dimension that carries none
-is *plain*: batch, time, space.
-
-The invariant that makes the result sound: an operation either carries every unit of its inputs to all entries of the
-output that depend on it, or consumes it by a weight's contracting dimension, or freezes it. Nothing here knows an
-operation's name.
+Units usually lie along one dimension of a `Value`; after a reshape they may lie on several at once ("joint": the two
+halves of a channel shuffle). A dimension that carries none is *plain*: batch, time, space. What makes the result sound:
+an operation either carries every unit of its inputs to all entries of the output that depend on it, or consumes it by
+a weight's contracting dimension, or freezes it.
 """
 
 from __future__ import annotations
@@ -109,12 +105,14 @@ def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> 
                 ties.use(atoms, "rides")
     placed = [_broadcast(ties, v, shape) for v in values]
     carried: dict[Dims, Numbers] = {}
-    for block in _blocks([g for theirs, _, _ in placed for g in theirs], len(shape)):
+    for block in _blocks([g for theirs, _, _ in placed for g in theirs]):
         if any(_within(theirs, block) not in ([], [block]) for theirs, _, _ in placed):
             block_dims = {g[0] for theirs, _, _ in placed for g in _within(theirs, block) if len(g) == 1}
             if len(block_dims) == 1:
                 block = (block_dims.pop(),)
-                _narrow(ties, placed, block[0], shape)
+                for theirs, _, _ in placed:
+                    for g in [g for g in theirs if len(g) > 1 and block[0] in g]:
+                        theirs[block] = solid(ties, Value(shape, {g: theirs.pop(g)}), block[0])
             else:
                 for theirs, _, _ in placed:
                     for g in _within(theirs, block):
@@ -149,7 +147,7 @@ def _broadcast(ties: Ties, value: Value, shape: tuple[int, ...]) -> tuple[dict[D
     return out, full, value.why
 
 
-def _blocks(groups: Sequence[Dims], ndim: int) -> list[Dims]:
+def _blocks(groups: Sequence[Dims]) -> list[Dims]:
     """Sets of dimensions that joint units hold together."""
     blocks: list[set[int]] = []
     for group in groups:
@@ -162,15 +160,6 @@ def _within(theirs: dict[Dims, Numbers], block: Dims) -> list[Dims]:
     return [g for g in theirs if set(g) <= set(block)]
 
 
-def _narrow(
-    ties: Ties, placed: list[tuple[dict[Dims, Numbers], set[int], str]], dim: int, shape: tuple[int, ...]
-) -> None:
-    for theirs, _, _ in placed:
-        for group in [g for g in theirs if len(g) > 1 and dim in g]:
-            one = Value(shape, {group: theirs.pop(group)})
-            theirs[(dim,)] = single(ties, one, dim)  # type: ignore[assignment]
-
-
 def permute(value: Value, order: Sequence[int]) -> Value:
     """With the dimensions in another order."""
     carried = {}
@@ -180,7 +169,7 @@ def permute(value: Value, order: Sequence[int]) -> Value:
     return replace(value, shape=tuple(value.shape[d] for d in order), carried=carried)
 
 
-def take(ties: Ties, value: Value, dim: int, index: Numbers) -> Value:
+def take(value: Value, dim: int, index: Numbers) -> Value:
     """The entries `index` of one dimension, in that order."""
     carried = {g: np.take(a, index, g.index(dim)) if dim in g else a for g, a in value.carried.items()}
     shape = (*value.shape[:dim], len(index), *value.shape[dim + 1 :])
@@ -205,13 +194,8 @@ def concat(ties: Ties, values: Sequence[Value], dim: int, shape: tuple[int, ...]
     rest = []
     for value in values:
         single(ties, value, dim)
-        rest.append(
-            Value(
-                (*value.shape[:dim], 1, *value.shape[dim + 1 :]),
-                {g: a for g, a in value.carried.items() if dim not in g},
-                value.why,
-            )
-        )
+        carried = {g: a for g, a in value.carried.items() if dim not in g}
+        rest.append(Value((*value.shape[:dim], 1, *value.shape[dim + 1 :]), carried, value.why))
     out = elementwise(ties, rest, (*shape[:dim], 1, *shape[dim + 1 :]))
     out.shape = shape
     if any(v.group(dim) for v in values):

@@ -2,7 +2,7 @@
 
 `@couples("linear", …)` registers the rule of an ATen operation: a function of the traced arguments that ties atoms and
 returns the output `Value`. An operation without a rule freezes whatever reaches it, with that reason; nothing is ever
-taken for element-wise because it looks so. This file knows no operation by name.
+taken for element-wise because it looks so.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from ellzero.graph.values import Value, freeze
 
 @dataclass
 class Call:
-    """One operation in the trace: where it says what it ties, its name for messages, the module it runs in, and its
-    output shapes.
-    """
+    """One operation in the trace: where it says what it ties, its name, the module it runs in, its output shapes."""
 
     ties: Ties
     op: str
@@ -42,10 +40,7 @@ class Call:
     def multiplies(
         self, factor: float, weight: Value | None, left: Numbers | None = None, right: Numbers | None = None
     ) -> None:
-        """Records MACs: `factor` for each entry of `weight`, or of `left` × `right` where it is no whole parameter.
-
-        Per example, so the example's batch is divided out.
-        """
+        """Records MACs: `factor` for each entry of `weight`, or of `left` × `right` where it is no whole parameter."""
         if not self.count_macs:
             return
         source = weight.source if weight is not None else None

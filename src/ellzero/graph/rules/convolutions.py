@@ -16,22 +16,18 @@ from ellzero.graph.values import Value
 
 @couples("conv1d", "conv2d", "conv3d", "convolution")
 def convolution(call: Call, x: Value, weight: Value, bias: Value | None = None, *rest: Any) -> Value:
-    spatial = weight.ndim - 2
     groups = next((r for r in reversed(rest) if isinstance(r, int) and not isinstance(r, bool)), 1)
-    transposed = any(r is True for r in rest)
-    return _convolve(call, x, weight, bias, spatial, groups, transposed)
+    return _convolve(call, x, weight, bias, groups, any(r is True for r in rest))
 
 
 @couples("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def transposed_convolution(call: Call, x: Value, weight: Value, bias: Value | None = None, *rest: Any) -> Value:
     groups = next((r for r in rest if isinstance(r, int)), 1)  # stride, padding, output_padding are lists
-    return _convolve(call, x, weight, bias, weight.ndim - 2, groups, True)
+    return _convolve(call, x, weight, bias, groups, True)
 
 
-def _convolve(
-    call: Call, x: Value, weight: Value, bias: Value | None, spatial: int, groups: int, transposed: bool
-) -> Value:
-    ties = call.ties
+def _convolve(call: Call, x: Value, weight: Value, bias: Value | None, groups: int, transposed: bool) -> Value:
+    ties, spatial = call.ties, weight.ndim - 2
     channel = x.ndim - spatial - 1
     into, out = (0, 1) if transposed else (1, 0)
     what = values.single(ties, x, channel)
@@ -50,8 +46,7 @@ def _convolve(
         writes = _grouped(call, x, weight, what, groups, n_in, n_out, transposed)
     positions = prod(x.shape[channel + 1 :] if transposed else call.shape[channel + 1 :]) * prod(x.shape[:channel])
     call.multiplies(positions, weight, writes, values.solid(ties, weight, into))
-    carried = {g: a for g, a in x.carried.items() if max(g) < channel}
-    carried[(channel,)] = writes
+    carried = {g: a for g, a in x.carried.items() if max(g) < channel} | {(channel,): writes}
     result = Value(call.shape, carried, "a dimension of space")
     if bias is None:
         return result
@@ -101,6 +96,5 @@ def _grouped(
         ties.ignored.append(ties.atoms(weight.source, 1))
         ties.table(weight.source, (0, 1), table, role)
         call.reads += (weight.source,)
-    ties.balances.append(inside)
-    ties.balances.append(writes.reshape(groups, -1))
+    ties.balances += [inside, writes.reshape(groups, -1)]
     return writes

@@ -61,5 +61,5 @@ def prelu(call: Call, x: Value, weight: Value, *_: Any) -> Value:
 def glu(call: Call, x: Value, dim: int = -1, *_: Any) -> Value:
     dim = axis(dim, x.ndim)
     half = x.shape[dim] // 2
-    parts = [values.take(call.ties, x, dim, np.arange(k * half, (k + 1) * half)) for k in (0, 1)]
+    parts = [values.take(x, dim, np.arange(k * half, (k + 1) * half)) for k in (0, 1)]
     return values.elementwise(call.ties, parts, call.shape)

@@ -13,6 +13,8 @@ from ellzero.graph.rules.entrywise import entrywise
 from ellzero.graph.values import Value
 
 ALONG_ONE = "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp sort topk"
+RESAMPLERS = """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa"""
 REDUCTIONS = "mean sum amax amin var std prod all any logsumexp max min argmax argmin norm linalg_vector_norm"
 
 
@@ -46,8 +48,6 @@ def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
 def along_one(call: Call, x: Value, *rest: Any) -> list[Value]:
     numbers = [r for r in rest if isinstance(r, int) and not isinstance(r, bool)]
     dim = numbers[1] if call.op == "topk" and len(numbers) > 1 else numbers[0] if numbers else -1
-    if call.op == "sort":
-        dim = numbers[0] if numbers else -1
     carried = values.without(call.ties, x, [axis(dim, x.ndim)], call.mixes())
     return [Value(shape, carried, f"the output of {call.where}") for shape in call.shapes]
 
@@ -71,20 +71,8 @@ def reduction(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
     return [Value(shape, carried, x.why) for shape in call.shapes]
 
 
-POOLS = [f"{a}_pool{d}d" for d in (1, 2, 3) for a in ("max", "avg", "adaptive_avg", "adaptive_max")]
-RESAMPLERS = [
-    f"upsample_{kind}"
-    for kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
-]
-
-
-@couples(
-    *POOLS,
-    *RESAMPLERS,
-    *(f"max_pool{d}d_with_indices" for d in (1, 2, 3)),
-    "_upsample_nearest_exact2d",
-    "_upsample_bilinear2d_aa",
-)
+@couples(*(f"{kind}_pool{d}d" for d in (1, 2, 3) for kind in ("max", "avg", "adaptive_avg", "adaptive_max")))
+@couples(*(f"max_pool{d}d_with_indices" for d in (1, 2, 3)), *RESAMPLERS.split())
 def over_space(call: Call, x: Value, *_: Any) -> list[Value]:
     """Acts on the last one, two or three dimensions, each channel by itself."""
     spatial = int(next(c for c in call.op if c.isdigit() and c != "0"))
@@ -92,16 +80,7 @@ def over_space(call: Call, x: Value, *_: Any) -> list[Value]:
     return [Value(shape, carried, "a dimension of space") for shape in call.shapes]
 
 
-@couples(
-    "constant_pad_nd",
-    "pad",
-    "reflection_pad1d",
-    "reflection_pad2d",
-    "reflection_pad3d",
-    "replication_pad1d",
-    "replication_pad2d",
-    "replication_pad3d",
-)
+@couples("constant_pad_nd", "pad", *(f"{kind}_pad{d}d" for kind in ("reflection", "replication") for d in (1, 2, 3)))
 def pad(call: Call, x: Value, amounts: Sequence[int], *_: Any) -> Value:
     padded = [x.ndim - 1 - k // 2 for k, n in enumerate(amounts) if n]
     return Value(call.shape, values.without(call.ties, x, padded, f"{call.where} pads it"), x.why)
@@ -112,11 +91,8 @@ def moved_along(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
     dims = rest[-1] if isinstance(rest[-1], list | tuple) else [rest[-1]]
     if not dims:
         return unknown(call, [x])
-    return Value(
-        call.shape,
-        values.without(call.ties, x, [axis(d, x.ndim) for d in dims], f"{call.where} moves its units"),
-        x.why,
-    )
+    carried = values.without(call.ties, x, [axis(d, x.ndim) for d in dims], f"{call.where} moves its units")
+    return Value(call.shape, carried, x.why)
 
 
 @couples("scaled_dot_product_attention")

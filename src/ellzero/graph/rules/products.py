@@ -30,21 +30,19 @@ def _matrix_product(call: Call, x: Value, weight: Value, into: int, out: int, bi
 
 @couples("matmul", "mm", "bmm")
 def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
-    if a.ndim < 1 or b.ndim < 1 or b.ndim == 1 or a.ndim == 1:
+    if min(a.ndim, b.ndim) < 2:
         return unknown(call, [a, b], f"{call.where} multiplies it with a vector")
     if b.ndim == 2 and b.source is not None:
         return _matrix_product(call, a, b, 0, 1)
     ties, n = call.ties, len(call.shape)
     reason = f"{call.where} contracts it with something that is not a parameter"
-    left = values.without(ties, a, [a.ndim - 1], reason)
-    right = values.without(ties, b, [b.ndim - 2], reason)
+    # Rows come from the left operand, columns from the right one; the batch dimensions are element-wise.
+    rows = Value((*a.shape[:-1], 1), values.without(ties, a, [a.ndim - 1], reason))
+    columns = Value((*b.shape[:-2], 1, b.shape[-1]), values.without(ties, b, [b.ndim - 2], reason))
     for v in (a, b):
         if v.source is not None:  # a weight on the left, or one of three dimensions: sliced with the axis, never gated
             for atoms in v.carried.values():
                 ties.use(atoms, "rides")
-    # Rows come from the left operand, columns from the right one; the batch dimensions are element-wise.
-    rows = Value((*a.shape[:-1], 1), left, a.why)
-    columns = Value((*b.shape[:-2], 1, b.shape[-1]), right, b.why)
     out = Value(call.shape)
     for operand in (rows, columns):
         shift = n - operand.ndim

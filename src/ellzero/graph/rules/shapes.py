@@ -59,19 +59,18 @@ def part(
         return unknown(call, [x])
     index = np.arange(size)
     index = index[start : start + end] if call.op == "narrow" else index[start:end:step]  # type: ignore[operator]
-    return values.take(call.ties, x, dim, index)
+    return values.take(x, dim, index)
 
 
 @couples("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split")
 def parts(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
     if not x.ndim:
         return unknown(call, [x])
-    differs = [d for d in range(x.ndim) if any(s[d] != x.shape[d] for s in call.shapes)]
-    if not differs:
+    dim = next((d for d in range(x.ndim) if any(s[d] != x.shape[d] for s in call.shapes)), None)
+    if dim is None:
         return [x]
-    dim = differs[0]
     ends = np.cumsum([s[dim] for s in call.shapes])
-    return [values.take(call.ties, x, dim, np.arange(e - s[dim], e)) for e, s in zip(ends, call.shapes, strict=True)]
+    return [values.take(x, dim, np.arange(e - s[dim], e)) for e, s in zip(ends, call.shapes, strict=True)]
 
 
 @couples("unbind")
@@ -103,12 +102,12 @@ def repeat(call: Call, x: Value, times: Any, dim: Any = None, *_: Any) -> Value 
         if not isinstance(times, int) or not isinstance(dim, int):
             return unknown(call, [x])
         dim = axis(dim, x.ndim)
-        return values.take(call.ties, x, dim, np.repeat(np.arange(x.shape[dim]), times))
+        return values.take(x, dim, np.repeat(np.arange(x.shape[dim]), times))
     for _new in range(len(call.shape) - x.ndim):
         x = values.insert(x, 0)
     for d, size in enumerate(call.shape):
         if size != x.shape[d]:
-            x = values.take(call.ties, x, d, np.tile(np.arange(x.shape[d]), size // x.shape[d]))
+            x = values.take(x, d, np.tile(np.arange(x.shape[d]), size // x.shape[d]))
     return x
 
 
@@ -132,12 +131,10 @@ def pixel_unshuffle(call: Call, x: Value, r: int, *_: Any) -> Value:
 
 @couples("channel_shuffle", "native_channel_shuffle")
 def channel_shuffle(call: Call, x: Value, groups: int, *_: Any) -> Value:
-    c = x.shape[1]
-    order = np.arange(c).reshape(groups, c // groups).T.ravel()
-    values.single(call.ties, x, 1)
-    atoms = x.carried.get((1,))
+    order = np.arange(x.shape[1]).reshape(groups, -1).T.ravel()
+    atoms = values.single(call.ties, x, 1)
     if atoms is not None:
         # After a removal the shuffle deals out whatever is there: the same places must stay in each group.
         inside = atoms.reshape(groups, -1)
         call.ties.tie(np.broadcast_to(inside[:1], inside.shape), inside)
-    return values.take(call.ties, x, 1, order)
+    return values.take(x, 1, order)
