@@ -3,7 +3,7 @@
 A unit is alive if any weight entry that reads it is open, and an entry is open if all gates on it are. With
 independent gates, P(alive) = Π_common p · (1 − Π_entries (1 − Π_rest p)), where the common gates act on every entry
 that reads the unit; at p ∈ {0, 1} it says which units are kept. It is exact when no gate but the common ones acts on
-two entries of a unit, and `attach` refuses placements where one does.
+two entries of a unit, and `attach` refuses placements where one does. This file knows gates as numbers only.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A weight counts Σ_o a_o · Σ_i a_i over the two dimensions that carry units, E[n_out]·E[n_in] in expectation. Where the
 same units lie on both (residual streams) an open input u means that its unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is
 added, with u = m for the unit itself. The *population* is every unit that a gate can close, and every input of a weight
-that gets a `Select`.
+that gets a `Select`. This file does not know gates, only whether (or how probably) something is alive.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It draws every gate once per forward, has the draws multiplied into the weights that read (`multiplying.py`), and runs
 the user's own model with these weights in place of its own. The model is shared, not copied: called directly it is the
-dense network.
+dense network. This file does not know what an open gate costs, nor how a network is made smaller.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How gates get into weights: each gated weight is replaced, for one forward, by its product with the gates on it.
 
 `aim` works out once which gates act on which weight, and in what layout. `in_place` puts the products where the model
-looks for its weights and takes them out again.
+looks for its weights and takes them out again. This file knows drawn gates as tensors; it draws none.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What is left of placements when units are taken out of a live model for good.
 
-Gates, their noise and all that counts stay those of the whole network; only what the gates multiply gets smaller.
+Gates, their noise and all that counts stay those of the whole network; only what the gates multiply gets smaller. This
+file knows placements and plans; `Gated.shrink` carries them out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Continuous distributions on a gate's way to [0, 1], and what all distributions here share.
 
-The binary concrete of Maddison et al. and the logistic; `distributions.py` has what clamping makes of them.
+The binary concrete of Maddison et al. and the logistic; `distributions.py` has what clamping makes of them. This file
+knows nothing of modules, parameters or networks.
 """
 
 from __future__ import annotations

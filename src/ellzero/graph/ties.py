@@ -2,7 +2,7 @@
 
 Every entry of every parameter and buffer dimension starts as an *atom*. Operations tie atoms ("this weight's second
 dimension reads what that one's first dimension writes"), and a class of tied atoms is a *unit*: something that can
-only be removed as a whole.
+only be removed as a whole. This file does not know what an operation, a layer or a gate is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """From a model and an example input to its `Graph`: walks the `torch.export` program and lets the rules speak.
 
 The model is traced twice, in evaluation with the example and in training with the example's batch doubled, into the
-same ties: what either run couples is coupled, what either run mixes is frozen.
+same ties: what either run couples is coupled, what either run mixes is frozen. This file does not know
+what an operation means (`rules/`), nor what ties mean (`ties.py`).
 """
 
 from __future__ import annotations

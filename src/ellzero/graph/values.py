@@ -3,7 +3,7 @@
 Units usually lie along one dimension of a `Value`; after a reshape they may lie on several at once ("joint": the two
 halves of a channel shuffle). A dimension that carries none is *plain*: batch, time, space. What makes the result sound:
 an operation either carries every unit of its inputs to all entries of the output that depend on it, or consumes it by
-a weight's contracting dimension, or freezes it.
+a weight's contracting dimension, or freezes it. Nothing here knows an operation's name.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `@couples("linear", …)` registers the rule of an ATen operation: a function of the traced arguments that ties atoms and
 returns the output `Value`. An operation without a rule freezes whatever reaches it, with that reason; nothing is ever
-taken for element-wise because it looks so.
+taken for element-wise because it looks so. This file knows no operation by name.
 """
 
 from __future__ import annotations
