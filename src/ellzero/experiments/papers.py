@@ -1,7 +1,4 @@
-"""The named recipes: both papers' and our own, and recipes in TOML files, which may begin with a named one.
-
-This file knows published settings; what a recipe is, and which values it may have, is in `recipe`.
-"""
+"""The named recipes: both papers' and our own, and recipes in TOML files, which may begin with a named one."""
 
 from __future__ import annotations
 
@@ -14,22 +11,9 @@ from ellzero.experiments.recipe.definition import Recipe, absent, nearest, refus
 
 
 def load_toml(path: str | PathLike[str]) -> Recipe:
-    r"""Reads a recipe from a TOML file: a key for each field, and `base = "NAME"` to begin with a named recipe.
+    """Reads a recipe from a TOML file: a key for each field, and `base = "NAME"` to begin with a named recipe.
 
-    Args:
-        path: the file. Its name without the ending is the recipe's, where the file gives none.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not TOML, or not a recipe; the message begins with the file's name.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     file = Path(folder, "half.toml")
-        ...     _ = file.write_text('base = "gallego-mlp"\nat_most = 0.5\n')
-        ...     load_toml(file).name, load_toml(file).at_most
-        ('half', 0.5)
+    The file's name without the ending is the recipe's, where the file gives none.
     """
     file = Path(path)
     if not file.is_file():

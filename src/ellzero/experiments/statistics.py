@@ -1,6 +1,4 @@
-"""Numbers over seeds: means with their intervals, and the points that no other beats. What they measure is not known
-here.
-"""
+"""Numbers over seeds: means with their intervals, and the points that no other beats."""
 
 from __future__ import annotations
 
@@ -37,9 +35,8 @@ def with_interval(values: Sequence[float], digits: int = 2) -> str:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points no other beats: none is as good in both numbers and better in one. By rising first number.
-
-    Points that are equal in both numbers are on the front together.
+    """Which points no other beats: none is as good in both numbers and better in one. By rising first number; equal
+    points are on the front together.
 
     Args:
         points: two numbers each, both the better the less they are, such as cost and error.

@@ -22,31 +22,18 @@ class Maker(Protocol):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A network, and all that depends on which one it is.
+    """A network, and all that depends on which one it is."""
 
-    Args:
-        name: as typed, e.g. "wrn-28-10".
-        title: what it is called in a heading.
-        make: makes it, with the weights that torch gives it.
-        images: shape of one image that it takes, (C, H, W); data sets of other images do not fit.
-        has_batch_norm: whether it has statistics to gather; runs of such a network cannot be stacked.
-        has_dropout: whether `make` heeds its `dropout`.
-        blocks: pattern of the layers that the placement "blocks" gates; None if it has no blocks.
-        residual: whether a path leads around a layer that is closed as a whole.
-        compiling: what compiling its step takes, in steps, and the share of a step that it saves.
-        test_batch: how many test images it takes at once on a GPU.
-    """
-
-    name: str
-    title: str
-    make: Maker
-    images: tuple[int, int, int]
-    has_batch_norm: bool = False
-    has_dropout: bool = False
-    blocks: str | None = None
-    residual: bool = False
-    compiling: tuple[int, float]
-    test_batch: int
+    name: str  # as typed, e.g. "wrn-28-10"
+    title: str  # in a heading
+    make: Maker  # with the weights that torch gives it
+    images: tuple[int, int, int]  # (C, H, W) of one; data sets of other images do not fit
+    has_batch_norm: bool = False  # runs of such a network cannot be stacked
+    has_dropout: bool = False  # whether `make` heeds its `dropout`
+    blocks: str | None = None  # pattern of the layers that the placement "blocks" gates
+    residual: bool = False  # whether a path leads around a layer that is closed as a whole
+    compiling: tuple[int, float]  # what compiling its step takes, in steps, and the share of a step that it saves
+    test_batch: int  # how many test images it takes at once on a GPU
 
 
 _KNOWN: list[tuple[str, str, Callable[[re.Match[str]], Network | None]]] = []

@@ -15,17 +15,6 @@ def initialize_2018(model: nn.Module, generator: Generator | None = None) -> Non
 
     Weights are N(0, 2 / in) in a fully connected layer and N(0, 2 / (C_in·k·k)) in a convolution; every bias is 0.
     Batch norms begin as the identity.
-
-    Args:
-        model: whose `nn.Linear`, `nn.Conv2d` and `nn.BatchNorm2d` layers are initialised, in place.
-        generator: source of randomness; torch's default one if absent.
-
-    Example:
-        >>> from ellzero.experiments.networks.lenet import LeNet300
-        >>> net = LeNet300()
-        >>> initialize_2018(net, torch.Generator().manual_seed(0))
-        >>> round(float(net.fc1.weight.detach().var()) * 784, 1), int(net.fc1.bias.count_nonzero())
-        (2.0, 0)
     """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
@@ -33,13 +22,11 @@ def initialize_2018(model: nn.Module, generator: Generator | None = None) -> Non
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.BatchNorm2d):
-            _as_identity(module)
+            module.reset_parameters()
 
 
 @torch.no_grad()
-def initialize_2021(
-    model: nn.Module, drop_rates: Mapping[str, float] | None = None, generator: Generator | None = None
-) -> None:
+def initialize_2021(model: nn.Module, drop_rates: Mapping[str, float], generator: Generator | None = None) -> None:
     """Draws the weights anew as Gallego-Posada et al. (2021) do in their code.
 
     Gates begin at about 1 − p, and the weights under them make up for it. Every bias is N(0, 0.01²); batch norms begin
@@ -52,22 +39,8 @@ def initialize_2021(
     convolution         N(0, 2 / (C_in·k·k)) ÷ (1 − p), bias ÷ (1 − p)  N(0, 2 / (C_out·k·k))
     ==================  ==============================================  =====================
 
-    Args:
-        model: whose `nn.Linear`, `nn.Conv2d` and `nn.BatchNorm2d` layers are initialised, in place.
-        drop_rates: p of the gated layers by the pattern (as in `fnmatch`) of their names, the first match counting.
-        generator: source of randomness; torch's default one if absent.
-
-    Raises:
-        ValueError: a rate is not in [0, 1), or a pattern matches no layer; the model is untouched.
-
-    Example:
-        >>> from ellzero.experiments.networks.lenet import LeNet300
-        >>> net = LeNet300()
-        >>> initialize_2021(net, {"fc1": 0.2, "fc?": 0.5}, torch.Generator().manual_seed(0))
-        >>> round(float(net.fc1.weight.detach().var()) * 0.8**2 * 300, 1)
-        2.0
+    `drop_rates` has p of the gated layers by the pattern of their names, the first match counting.
     """
-    drop_rates = drop_rates or {}
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     for pattern, p in drop_rates.items():
         if not 0 <= p < 1:
@@ -88,11 +61,4 @@ def initialize_2021(
                 layer.bias.div_(1 - rate)
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
-            _as_identity(module)
-
-
-def _as_identity(norm: nn.BatchNorm2d) -> None:
-    norm.reset_running_stats()
-    if norm.affine:
-        nn.init.ones_(norm.weight)
-        nn.init.zeros_(norm.bias)
+            module.reset_parameters()

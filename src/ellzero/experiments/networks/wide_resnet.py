@@ -15,12 +15,8 @@ from ellzero.experiments.networks.facts import Network, register
 class PreActivationBlock(nn.Module):
     """Two 3×3 convolutions, each after batch norm and ReLU, and a path around them (He et al., 2016).
 
-    Args:
-        inputs: channels in.
-        outputs: channels out, and of the hidden layer.
-        stride: of the first convolution. Where the shape changes, the way around is a 1×1 convolution of the activated
-            input.
-        dropout: rate on the hidden layer, between its ReLU and the second convolution.
+    The first has the stride, and dropout comes before the second. Where the shape changes, the way around is a 1×1
+    convolution of the activated input.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int, dropout: float) -> None:
@@ -51,20 +47,7 @@ class WideResNet(nn.Module):
     has 12 of them with 4,480 units. As in the paper of these networks, the first convolution of a block has the stride;
     the public code of both L0 papers strides the second one, with as many parameters and 13 % more MACs in WRN-28-10.
 
-    Args:
-        depth: number of layers, 6 n + 4 for n blocks in each group.
-        width: k, the factor on the number of channels.
-        classes: number of outputs.
-        dropout: rate on the hidden layer of every block.
-
-    Raises:
-        ValueError: there is no such network.
-
-    Example:
-        >>> import torch
-        >>> net = WideResNet(depth=10, width=1)
-        >>> net(torch.zeros(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
+    The depth is 6 n + 4 for n blocks in each group.
     """
 
     def __init__(self, depth: int = 28, width: int = 10, classes: int = 10, dropout: float = 0.0) -> None:

@@ -1,8 +1,4 @@
-"""What a recipe is and says, and how it is read from text and written to it.
-
-A `Recipe` is plain data (strings, numbers, dictionaries of numbers): it can be read from a TOML file, overridden field
-by field, stored beside a result and compared. Which fields there are is in `table`.
-"""
+"""What a recipe is and says, and how it is read from text and written to it. Which fields there are is in `table`."""
 
 import difflib
 import hashlib
@@ -57,15 +53,9 @@ class Recipe(Fields):
                 raise ValueError(f"`{name}` must be {default} {words}, got {_shown(getattr(self, name))}")
 
     def override(self, **changes: Any) -> Self:
-        """The recipe with some fields changed.
-
-        Raises:
-            ValueError: there is no such field, or the result is no recipe.
-        """
+        """The recipe with some fields changed."""
         refuse_unknown(changes)
         return replace(self, **changes)
-
-    # ---- what it says -----------------------------------------------------------------------------------------------
 
     @property
     def facts(self) -> networks.Network:
@@ -73,11 +63,7 @@ class Recipe(Fields):
         return networks.find(self.network)
 
     def drop_rate(self, gate: str) -> float:
-        """p of the gates with this name.
-
-        Raises:
-            ValueError: no pattern matches.
-        """
+        """p of the gates with this name."""
         for pattern, p in self.drop_rates.items():
             if fnmatchcase(gate, pattern):
                 return p
@@ -102,19 +88,13 @@ class Recipe(Fields):
         fitting = [f'"{name}"' for name, known in KNOWN.items() if known.shape == self.facts.images]
         return words.format(**self.to_dict(), fitting=" or ".join(fitting))
 
-    # ---- as plain data ----------------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         """All fields as what JSON knows; the dictionary is a copy."""
         return {name: _plain(getattr(self, name)) for name in FIELDS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The recipe that `to_dict` made this of. Fields that are missing have their defaults.
-
-        Raises:
-            ValueError: there is no such field, one without a default is missing, or the values are no recipe.
-        """
+        """The recipe that `to_dict` made this of. Fields that are missing have their defaults."""
         refuse_unknown(values)
         missing = [f"`{name}`" for name, known in FIELDS.items() if known.required and name not in values]
         if missing:
@@ -122,27 +102,14 @@ class Recipe(Fields):
         return cls(**values)
 
     def to_toml(self) -> str:
-        """All fields as a TOML file, which `load_toml` reads; TOML knows no null, so an absent value is "none".
-
-        Example:
-            >>> from ellzero.experiments.papers import get
-            >>> print(get("gallego-mlp").to_toml().splitlines()[6])
-            drop_rates = {"fc1" = 0.2, "fc2" = 0.5, "fc3" = 0.5}
-        """
+        """All fields as a TOML file, which `load_toml` reads; TOML knows no null, so an absent value is "none"."""
         told = {name: "none" if value is None else value for name, value in self.to_dict().items()}
         # JSON is TOML here, but for the sign between a key and its value.
         dumps = partial(json.dumps, ensure_ascii=False, separators=(", ", " = "))
         return "".join(f"{name} = {dumps(value)}\n" for name, value in told.items())
 
     def digest(self) -> str:
-        """A hash of all that changes the result: every field but the name. The order of patterns counts.
-
-        Example:
-            >>> from ellzero.experiments.papers import get
-            >>> demo = get("demo")
-            >>> demo.digest() == demo.override(name="mine").digest() != demo.override(seed=1).digest()
-            True
-        """
+        """A hash of all that changes the result: every field but the name. The order of patterns counts."""
         values = sorted(self.to_dict().items())
         told = [(n, list(v.items()) if isinstance(v, dict) else v) for n, v in values if n != "name"]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
@@ -170,9 +137,6 @@ def _idle(recipe: Recipe, name: str, strict: bool) -> Iterable[str]:
 def refuse_idle(recipe: Recipe, names: Iterable[str]) -> None:
     """Refuses fields that somebody has set on purpose, and that change nothing in this recipe.
 
-    Raises:
-        ValueError: there is one that differs from its default; the message says what it waits for.
-
     Example:
         >>> from ellzero.experiments.papers import get
         >>> refuse_idle(get("louizos-mlp").override(on="kept"), ["on"])
@@ -189,16 +153,8 @@ def refuse_idle(recipe: Recipe, names: Iterable[str]) -> None:
 
 
 def from_strings(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Values for `Recipe.override` from what was typed: TOML, where quotes around a word may be left out.
-
-    Args:
-        texts: text by the name of the field; "-" may stand for "_".
-
-    Returns:
-        Values by the name of the field. What is no TOML is left as it is, for the recipe to accept or refuse.
-
-    Raises:
-        ValueError: there is no such field.
+    """Values for `Recipe.override` from what was typed: TOML, where quotes around a word may be left out, and "-" may
+    stand for "_" in a field's name. What is no TOML is left as it is, for the recipe to accept or refuse.
 
     Example:
         >>> from_strings({"gate-lr": "3e-4", "dual": "nupi", "penalty": "none", "at_most": '{"fc1" = 0.2}'})
@@ -230,11 +186,7 @@ def absent(name: str, value: Any) -> Any:
 
 
 def refuse_unknown(names: Iterable[str], also: tuple[str, ...] = ()) -> None:
-    """Refuses names that are no field.
-
-    Raises:
-        ValueError: there is one; the message says which is near.
-    """
+    """Refuses names that are no field, and says which is near."""
     for name in names:
         if name not in FIELDS:
             raise ValueError(f"`{name}` is not a field of a recipe; {nearest(name, (*FIELDS, *also))}")

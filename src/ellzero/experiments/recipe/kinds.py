@@ -1,7 +1,6 @@
 """What a field is made of: its kind of value, what must hold between it and others, and the check of a value.
 
 Our own, because msgspec and pydantic say in their words what a value must be, and know no relations between fields.
-This file knows no recipe.
 """
 
 import sys
@@ -71,10 +70,7 @@ class Described:
 
 
 def checked(hint: Any, name: str, value: Any) -> Any:
-    """The value in the type that the hint says: 1 becomes 1.0, a list a tuple.
-
-    Raises:
-        ValueError: it is not what it must be.
+    """The value in the type that the hint says, if it is what it must be: 1 becomes 1.0, a list a tuple.
 
     Example:
         >>> checked(Positive | None, "lr", 1)

@@ -1,7 +1,6 @@
 """The fields of a recipe, each written once: type, range, default, sentence, and what it has to do with others.
 
-Checks, refusals, the help of the command line and TOML follow from here. This file is a table; what can be done with a
-recipe is in `definition`.
+Checks, refusals, the help of the command line and TOML follow from here.
 """
 
 import re
