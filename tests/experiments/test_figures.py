@@ -114,7 +114,7 @@ def test_nothing_of_matplotlib_is_imported_before_something_is_drawn_and_pyplot_
 import sys
 import ellzero.experiments.figures as f
 assert "matplotlib" not in sys.modules
-f.pareto([f.Point(0.1, 1.0)], {str(tmp_path / "p")!r})
+f.pareto([f.Point(0.1, 1.0)], f.Path({str(tmp_path / "p")!r}))
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,8 +17,8 @@ from ellzero.cli.app import CommandError, app, foreseen, resumable, say, show, s
 from ellzero.cli.opening import DataDir, Device, Fields, find_recipe, loader, refuse_below_one, refuse_several
 from ellzero.experiments import sweep as sweeping
 from ellzero.experiments.campaign import CampaignError, Record
-from ellzero.experiments.figures import PlotsMissingError, can_draw
-from ellzero.experiments.sweep import Cost, Sweep
+from ellzero.experiments.figures import Cost, PlotsMissingError, can_draw
+from ellzero.experiments.sweep import Sweep
 from ellzero.experiments.train.watching import Bar
 
 WIDTH = 172  # of a table that goes to a file

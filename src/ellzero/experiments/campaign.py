@@ -22,7 +22,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ellzero.experiments import networks
 from ellzero.experiments.data import Dataset, scaled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint, records
@@ -54,14 +53,8 @@ class CampaignError(Exception):
 
 
 def stacks(recipes: Sequence[Recipe], limit: int = AT_ONCE) -> list[list[Recipe]]:
-    """Groups of recipes that can be trained together, in order; what `goes_alone` is a group of its own.
-
-    Args:
-        recipes: one per run.
-        limit: of runs in a group; a larger group is split into equal parts.
-
-    Raises:
-        ValueError: `limit` is less than 1.
+    """Groups of recipes that can be trained together, in order; what `goes_alone` is a group of its own, and a group
+    larger than `limit` is split into equal parts.
     """
     if limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}")
@@ -84,8 +77,7 @@ def shared(recipe: Recipe) -> dict[str, Any]:
 
 def goes_alone(recipe: Recipe) -> bool:
     """Whether it shares no stack: its network has batch norm, or shrinks, or its images are augmented."""
-    fields = recipe.to_dict()
-    return networks.find(recipe.network).has_batch_norm or any(fields[name] for name in _ALONE)
+    return recipe.facts.has_batch_norm or any(getattr(recipe, name) for name in _ALONE)
 
 
 def stack_name(stack: Sequence[Recipe]) -> str:
@@ -106,17 +98,6 @@ def room(recipe: Recipe, dataset: Dataset) -> int:
     """How many runs of a recipe are trained together, unless asked for otherwise.
 
     On a GPU as many as fit by `memory`, up to 64; on a CPU 8, where more gain nothing; 1 of what goes alone.
-
-    Args:
-        recipe: of one of the runs.
-        dataset: on the device to train on.
-
-    Example:
-        >>> from ellzero.experiments.data import stand_in
-        >>> from ellzero.experiments.papers import get
-        >>> data = stand_in("mnist5k", images=8)
-        >>> room(get("demo"), data), room(get("demo").override(augment=True), data)
-        (8, 1)
     """
     if goes_alone(recipe):
         return 1
@@ -136,10 +117,6 @@ def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
     makes, and the gated weights with theirs; the activations of a step and their gradients, twice, since a captured
     step has memory of its own; those of the test images that are looked at together; and the noise of an epoch. The
     training images as numbers are there once, and a gigabyte for libraries.
-
-    Args:
-        recipe: of one of the runs.
-        dataset: that it is trained on.
     """
     with torch.random.fork_rng(devices=[]):
         model = building.network(recipe, len(dataset.classes))
@@ -158,13 +135,7 @@ def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
 
 
 def activations(model: nn.Module, images: Tensor) -> int:
-    """Bytes that a forward pass keeps for the backward pass, for each image: all but the parameters.
-
-    Example:
-        >>> net = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
-        >>> activations(net, torch.zeros(5, 2, 3)) == 4 * (6 + 4)  # the input, and the output of the ReLU
-        True
-    """
+    """Bytes that a forward pass keeps for the backward pass, for each image: all but the parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, Tensor] = {}  # tensors and not sizes: a place that is free again would be given to the next one
 
@@ -209,8 +180,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """
     out = []
     for name in dict.fromkeys((*there, *here)):
-        texts = [json.dumps(side[name]) if name in side else None for side in (there, here)]
-        if texts[0] != texts[1]:
+        if name not in there or name not in here or json.dumps(there[name]) != json.dumps(here[name]):
             a, b = (in_words(side[name]) if name in side else "its own" for side in (there, here))
             out.append(f"`{name}` {a} and not {b}")
     return out
@@ -222,46 +192,27 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 @final
 @dataclass(frozen=True)
 class Work:
-    """What is left of a campaign.
+    """What is left of a campaign."""
 
-    Args:
-        begun: stacks that go on from their checkpoints.
-        new: stacks that were not begun.
-        data: by name, what they are trained on.
-        done: runs that were finished before.
-    """
-
-    begun: list[Folder]
+    begun: list[Folder]  # stacks that go on from their checkpoints
     new: list[list[Recipe]]
-    data: dict[str, Dataset]
-    done: int
+    data: dict[str, Dataset]  # by name
+    done: int  # runs that were finished before
 
 
 @final
 @dataclass(frozen=True)
 class Campaign:
-    """A folder for many runs.
-
-    Args:
-        home: the folder.
-        head: name of the file that says what was asked for.
-        format: that this file must have.
-        word: what it is called in messages, such as "sweep".
-        own: patterns of further files that belong to it.
-    """
+    """A folder for many runs."""
 
     home: Path
-    head: str
-    format: str
-    word: str
-    own: tuple[str, ...] = ()
+    head: str  # name of the file that says what was asked for
+    format: str  # of this file
+    word: str  # what it is called in messages, such as "sweep"
+    own: tuple[str, ...] = ()  # patterns of further files that belong to it
 
     def read(self) -> Record:
-        """What is in the head.
-
-        Raises:
-            CampaignError: there is none, or it is damaged, or of another format.
-        """
+        """What is in the head. A CampaignError says that there is none, or that it is damaged or of another format."""
         if not (self.home / self.head).exists():
             raise CampaignError(f"there is no {self.word} in {str(self.home)!r}")
         try:
@@ -279,14 +230,8 @@ class Campaign:
     def holds(self, differ: Callable[[Record], list[str]], *, resume: bool, fresh: bool) -> bool:
         """Whether the folder holds this campaign already, finished or not, and it goes on; else it is free for it.
 
-        Args:
-            differ: says what differs between what the head has and what is asked for now.
-            resume: whether it may go on.
-            fresh: whether what is there is to be removed.
-
-        Raises:
-            CampaignError: the folder holds one with other settings, or something else, or is damaged, or holds this one
-                and neither of both was asked for.
+        `differ` says what differs between the head and what is asked for now. A CampaignError is raised where the
+        folder holds anything else, or this one and neither `resume` nor `fresh` was asked for.
         """
         if not (self.home / self.head).exists() or fresh:
             self._refuse_other(fresh)
@@ -311,12 +256,7 @@ class Campaign:
             raise CampaignError(f"{wish} folder, and {str(home)!r} holds something else")
 
     def clear(self) -> None:
-        """Removes the campaign from its folder, and nothing else that lies there.
-
-        Raises:
-            CampaignError: the folder holds something else.
-            FolderError: another process trains there.
-        """
+        """Removes the campaign from its folder, and nothing else that lies there; not while a process trains there."""
         self._refuse_other(fresh=True)
         if not (self.home / self.head).exists():
             return
@@ -334,30 +274,17 @@ class Campaign:
         homes = sorted((self.home / _STACKS).iterdir()) if (self.home / _STACKS).is_dir() else []
         return [Folder.open(home) for home in homes if (home / "run.json").exists()]
 
-    # ---- training ---------------------------------------------------------------------------------------------------
-
     def work(
         self, runs: Sequence[Recipe], load: Loader, *, fresh: bool = False, at_once: int | None = None, say: Say
     ) -> Work:
-        """What is left to do. Stacks without a checkpoint are removed, nothing else is written.
+        """What is left of all runs, or all if `fresh`. Stacks without a checkpoint are removed; nothing is written.
 
-        Args:
-            runs: all of them; `identity` tells them apart.
-            load: gives the data set of a name, on the device to train on.
-            fresh: whether to do as if nothing were there.
-            at_once: runs in a stack at most; what `room` says if absent. A stack that was begun with more is begun
-                again.
-            say: told of such a stack.
-
-        Raises:
-            FolderError: a stack has other runs, or another process trains it.
+        A stack has at most `at_once` runs, or what `room` says; one that was begun with more is begun again.
         """
         begun, known = ([], set[tuple[str, str]]()) if fresh else self._found(runs, at_once, say)
         left = [recipe for recipe in runs if identity(recipe) not in known]
         going_on = [recipe for folder in begun for recipe in folder.recipes]
-        data: dict[str, Dataset] = {
-            name: load(name) for name in dict.fromkeys(recipe.data for recipe in (*going_on, *left))
-        }
+        data = {name: load(name) for name in dict.fromkeys(recipe.data for recipe in (*going_on, *left))}
         new = []
         # All runs are grouped, then the known ones left out: so a campaign that was killed has the stacks of one that
         # was not.
@@ -394,24 +321,10 @@ class Campaign:
     def train(
         self, work: Work, *, title: str, every: int = 1, watchers: Sequence[AbstractWatcher] = (), say: Say
     ) -> Iterator[tuple[Folder, Trainer | None]]:
-        """Trains what is left, stack by stack.
+        """Trains what is left, and gives each stack's folder when it is finished, with its trainer.
 
-        A run whose loss is not a number any more is noted; those that were trained together with it are trained again
-        without it.
-
-        Args:
-            work: what is left.
-            title: what it is in all, such as "2 points × 3 seeds".
-            every: evaluate after every so many epochs.
-            watchers: that show each stack's progress.
-            say: told a line about each stack.
-
-        Returns:
-            Each stack's folder when it is finished, and its trainer; None where its run has diverged.
-
-        Raises:
-            training.Stopped: Ctrl-C; what was done is saved.
-            FolderError: another process trains a stack.
+        A run whose loss is not a number any more is noted, and has no trainer; those that were trained together with it
+        are trained again without it. `title` says what it is in all, such as "2 points × 3 seeds".
         """
         jobs: list[Folder | list[Recipe]] = [*work.begun, *work.new]
         if jobs:

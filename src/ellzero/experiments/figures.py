@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -30,7 +29,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 INK, GREY = "#222222", "#8C8C8C"
 COLUMN, PAGE = 3.4, 7.0  # inches: the width of a column and of a page
 
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {  # matplotlib types its keys one by one
     "font.family": "DejaVu Sans",  # comes with matplotlib, so the same letters everywhere
     "font.size": 8,
     "axes.titlesize": 8.5,
@@ -74,20 +73,13 @@ def can_draw() -> bool:
 def grid(
     rows: int = 1, columns: int = 1, size: tuple[float, float] = (COLUMN, 2.5)
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """An empty figure in the house's style, which holds inside the `with` block.
+    """An empty figure in the house's style, which holds inside the `with` block, and its panels row by row.
 
-    Args:
-        rows: of panels.
-        columns: of panels.
-        size: width and height in inches.
-
-    Returns:
-        The figure, and its panels row by row.
-
-    Raises:
-        PlotsMissingError: matplotlib is not installed.
+    A PlotsMissingError says that matplotlib is not installed.
     """
-    matplotlib = _matplotlib()
+    if not can_draw():
+        raise PlotsMissingError
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -97,26 +89,16 @@ def grid(
         yield figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def save(figure: Figure, path: str | PathLike[str], caption: str) -> list[Path]:
-    """Writes a figure as PNG and SVG, and its caption as text; the same figure gives the same bytes.
-
-    Args:
-        figure: made by `grid`.
-        path: of the files, without an ending; folders are made.
-        caption: what the figure shows, for a reader who sees nothing else.
-
-    Returns:
-        The three files.
-
-    Raises:
-        ValueError: `caption` is empty.
+def save(figure: Figure, path: Path, caption: str) -> list[Path]:
+    """Writes a figure of `grid` as PNG and SVG, and its caption as text, to a path without its ending; the same figure
+    gives the same bytes. The caption says what it shows to a reader who sees nothing else.
     """
     if not caption.strip():
         raise ValueError("`caption` must say what the figure shows, got nothing")
-    matplotlib = _matplotlib()
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    files = [target.with_name(f"{target.name}.{ending}") for ending in ("png", "svg", "txt")]
+    import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.with_name(f"{path.name}.{ending}") for ending in ("png", "svg", "txt")]
     with matplotlib.rc_context(_STYLE), replacing(files[0]) as png, replacing(files[1]) as svg:
         figure.savefig(png, dpi=200, facecolor="white", metadata={"Software": None})
         figure.savefig(svg, facecolor="white", metadata={"Date": None, "Creator": None})
@@ -139,76 +121,41 @@ def curves(axes: Axes, x: Sequence[float], runs: Sequence[Sequence[float]], labe
     axes.plot(x, mean, color=colour, label=label)
 
 
-def _matplotlib() -> Any:
-    if not can_draw():
-        raise PlotsMissingError
-    import matplotlib
-
-    return matplotlib
-
-
 # ---------------------------------------------------------------- error against cost
 
 
 @final
 @dataclass(frozen=True)
 class Point:
-    """A network: what it costs, and how wrong it is.
-
-    Args:
-        cost: kept, a fraction of the dense cost.
-        error: in percent.
-        label: its name.
-    """
+    """A network: the fraction of the dense cost that it keeps, and its error in percent."""
 
     cost: float
     error: float
     label: str = ""
 
 
-_NAMES = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
+Cost = Literal["l0_norm", "params", "macs"]
+_NAMES: dict[Cost, str] = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
 
 
 def pareto(
-    points: Sequence[Point],
-    path: str | PathLike[str],
-    *,
-    cost: Literal["l0_norm", "params", "macs"] = "params",
-    title: str = "",
-    published: Sequence[Point] = (),
+    points: Sequence[Point], path: Path, *, cost: Cost = "params", title: str = "", published: Sequence[Point] = ()
 ) -> list[Path]:
-    """Draws error against kept cost: every point, the front among them, and published points as context.
-
-    Args:
-        points: ours.
-        path: of the files, without an ending.
-        cost: which one the points have.
-        title: above it, such as the network's name.
-        published: of others; they do not count for the front.
-
-    Returns:
-        The files: PNG, SVG, caption.
-
-    Raises:
-        ValueError: there are no points, or a cost is not a fraction, or an error no percentage.
-        PlotsMissingError: matplotlib is not installed.
-    """
+    """Draws error against kept cost: every point of ours, the front among them, and published points as context."""
     if not points:
         raise ValueError("`points` must be at least one point, got none")
-    for point in (*points, *published):
+    everyone = (*points, *published)
+    for point in everyone:
         if not (0 < point.cost <= 1 and 0 <= point.error <= 100):
             raise ValueError(f"`points` must have a cost in (0, 1] and an error in [0, 100] %, got {point}")
     best = [points[k] for k in statistics.pareto([(p.cost, p.error) for p in points])]
     with grid(size=(5.0, 3.6)) as (figure, (axes,)):
-        spots = [100 * p.cost for p in points], [p.error for p in points]
-        axes.plot(*spots, "o", color=BLUE, alpha=0.45, markeredgewidth=0, label=f"ours ({len(points)})")
-        axes.plot([100 * p.cost for p in best], [p.error for p in best], "-o", color=BLUE, label="our front", zorder=3)
+        axes.plot(*_spots(points), "o", color=BLUE, alpha=0.45, markeredgewidth=0, label=f"ours ({len(points)})")
+        axes.plot(*_spots(best), "-o", color=BLUE, label="our front", zorder=3)
         if published:
-            spots = [100 * p.cost for p in published], [p.error for p in published]
-            axes.plot(*spots, "D", color="white", markeredgecolor=GREY, label="published", zorder=2)
-        _scale(axes, [p.cost for p in (*points, *published)], [p.error for p in (*points, *published)])
-        axes.set_xlabel(f"{_NAMES[cost]} kept (% of dense)")
-        axes.set_ylabel("test error (%)")
+            axes.plot(*_spots(published), "D", color="white", markeredgecolor=GREY, label="published", zorder=2)
+        _scale(axes, *_spots(everyone))
+        axes.set(xlabel=f"{_NAMES[cost]} kept (% of dense)", ylabel="test error (%)")
         axes.set_title(title, loc="left")
         legend(figure, axes)
         _annotate(axes, [(100 * p.cost, p.error, p.label) for p in published if p.label])
@@ -219,6 +166,10 @@ def pareto(
         if published:
             caption += f" Diamonds: {len(published)} published networks, computed from the architectures as printed."
         return save(figure, path, caption)
+
+
+def _spots(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [100 * p.cost for p in points], [p.error for p in points]
 
 
 def _scale(axes: Axes, costs: Sequence[float], errors: Sequence[float]) -> None:
@@ -241,9 +192,8 @@ def _annotate(axes: Axes, labels: Sequence[tuple[float, float, str]]) -> None:
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-    lines: list[Any] = list(axes.lines)
     taken = []
-    for line in lines:
+    for line in axes.lines:
         spots = axes.transData.transform(line.get_xydata())
         taken += [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in spots]
         if line.get_linestyle() != "None":
@@ -276,10 +226,13 @@ def _annotate(axes: Axes, labels: Sequence[tuple[float, float, str]]) -> None:
 
 
 @contextmanager
-def _several(count: int, columns: int, size: tuple[float, float]) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure of so many panels, in rows of a width and a height; what is left of the last row is blank."""
+def _several(
+    count: int, most: int = 4, height: float = 2.2, margin: float = 0.0
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure of so many panels, at most so many in a row; what is left of the last row is blank."""
+    columns = min(most, count)
     rows = -(-count // columns)
-    with grid(rows, columns, size=(size[0], size[1] * rows)) as (figure, axes):
+    with grid(rows, columns, size=(max(COLUMN, PAGE * columns / most + margin), height * rows)) as (figure, axes):
         for panel in axes[count:]:
             panel.set_axis_off()
         yield figure, axes[:count]
@@ -288,30 +241,19 @@ def _several(count: int, columns: int, size: tuple[float, float]) -> Iterator[tu
 def history(
     epochs: Sequence[float],
     panels: Sequence[tuple[str, Mapping[str, Sequence[float | None]]]],
-    path: str | PathLike[str],
+    path: Path,
     caption: str,
     marks: Sequence[float] = (),
 ) -> list[Path]:
-    """Draws numbers over epochs, a panel for each quantity.
-
-    Args:
-        epochs: of the records.
-        panels: label of the axis with its unit, and the curves by name; "expected" is dashed.
-        path: of the files, without an ending.
-        caption: what one sees.
-        marks: epochs with a thin line.
-
-    Returns:
-        The files: PNG, SVG, caption.
+    """Draws numbers over epochs, a panel for each quantity: its label with the unit, and the curves by name, of which
+    "expected" is dashed. Epochs in `marks` have a thin line.
     """
-    columns = min(3, len(panels))
-    with _several(len(panels), columns, (PAGE * columns / 3 + 0.5, 2.1)) as (figure, axes):
+    with _several(len(panels), 3, height=2.1, margin=0.5) as (figure, axes):
         for panel, (label, lines) in zip(axes, panels, strict=True):
             for number, (name, values) in enumerate(lines.items()):
                 style = "--" if name == "expected" else "-"
-                shown = [math.nan if v is None else v for v in values]
-                colour = COLOURS[number % len(COLOURS)]
-                panel.plot(epochs, shown, style, color=colour, label=name, marker="o" if len(epochs) < 12 else None)
+                marker, colour = "o" if len(epochs) < 12 else None, COLOURS[number % len(COLOURS)]
+                panel.plot(epochs, _with_gaps(values), style, color=colour, label=name, marker=marker)
             for epoch in marks:
                 panel.axvline(epoch, color=GREY, linestyle=":", linewidth=0.8)
             panel.set(xlabel="epoch", ylabel=label)
@@ -320,27 +262,19 @@ def history(
         return save(figure, path, caption)
 
 
-def flops(
-    lines: Sequence[tuple[str, Sequence[float], Sequence[float | None]]],
-    path: str | PathLike[str],
-    caption: str,
-    unit: str = "iteration",
-) -> list[Path]:
-    """Draws FLOPs over training, beside constant lines.
+def _with_gaps(values: Sequence[float | None]) -> list[float]:
+    return [math.nan if value is None else value for value in values]
 
-    Args:
-        lines: name, x and FLOPs; "dense" and what begins with "dropout" are drawn as context.
-        path: of the files, without an ending.
-        caption: what one sees.
-        unit: of x.
-    """
+
+def flops(
+    lines: Sequence[tuple[str, Sequence[float], Sequence[float | None]]], path: Path, caption: str, unit: str
+) -> list[Path]:
+    """Draws lines of name, x and FLOPs over training; "dense" and what begins with "dropout" are drawn as context."""
     colours = {"kept": BLUE, "expected": VERMILION, "dense": INK}
-    styles = {"expected": "--"}
     with grid(size=(4.6, 2.9)) as (figure, (axes,)):
         for name, x, y in lines:
-            style = ":" if name.startswith("dropout") else styles.get(name, "-")
-            shown = [math.nan if v is None else v for v in y]
-            axes.plot(x, shown, style, color=colours.get(name, GREY), label=name)
+            style = ":" if name.startswith("dropout") else "--" if name == "expected" else "-"
+            axes.plot(x, _with_gaps(y), style, color=colours.get(name, GREY), label=name)
         axes.set(xlabel=unit, ylabel="FLOPs for one image")
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
@@ -348,14 +282,8 @@ def flops(
         return save(figure, path, caption)
 
 
-def widths(columns: Sequence[tuple[str, int, int]], path: str | PathLike[str], caption: str) -> list[Path]:
-    """Draws a network as columns, one per axis: its width before and after.
-
-    Args:
-        columns: name, dense and kept units.
-        path: of the files, without an ending.
-        caption: what one sees.
-    """
+def widths(columns: Sequence[tuple[str, int, int]], path: Path, caption: str) -> list[Path]:
+    """Draws a network as columns, one per axis, of its name, dense and kept units: the width before and after."""
     tallest = math.sqrt(max(dense for _, dense, _ in columns) or 1)
     with grid(size=(max(COLUMN, 0.9 * len(columns)), 2.6)) as (figure, (axes,)):
         heights = [(math.sqrt(dense) / tallest, math.sqrt(kept) / tallest) for _, dense, kept in columns]
@@ -364,8 +292,7 @@ def widths(columns: Sequence[tuple[str, int, int]], path: str | PathLike[str], c
             axes.bar(at, after, 0.34, -after / 2, color=BLUE, label="kept" if at == 0 else None)
             axes.text(at, before / 2 + 0.02, f"{kept:,} of {dense:,}", ha="center", va="bottom", fontsize=6.5)
             if at + 1 < len(columns):
-                right = heights[at + 1][1] / 2
-                ends = [after / 2, right]
+                ends = [after / 2, heights[at + 1][1] / 2]
                 axes.fill_between([at + 0.17, at + 0.83], [-e for e in ends], ends, color=BLUE, alpha=0.15, linewidth=0)
         axes.set_xticks(range(len(columns)), [name for name, _, _ in columns])
         axes.tick_params(axis="x", length=0, rotation=60 if len(columns) > 12 else 0)
@@ -377,16 +304,9 @@ def widths(columns: Sequence[tuple[str, int, int]], path: str | PathLike[str], c
         return save(figure, path, caption)
 
 
-def strips(panels: Sequence[tuple[str, Sequence[float], Any]], path: str | PathLike[str], caption: str) -> list[Path]:
-    """Draws P(open) of gates over time, a panel for each placement.
-
-    Args:
-        panels: name, epochs, and percent by gate and epoch.
-        path: of the files, without an ending.
-        caption: what one sees.
-    """
-    columns = min(4, len(panels))
-    with _several(len(panels), columns, (max(COLUMN, PAGE * columns / 4), 2.2)) as (figure, axes):
+def strips(panels: Sequence[tuple[str, Sequence[float], Any]], path: Path, caption: str) -> list[Path]:
+    """Draws P(open) of gates over time, a panel for each placement: name, epochs, and percent by gate and epoch."""
+    with _several(len(panels)) as (figure, axes):
         for panel, (name, epochs, percent) in zip(axes, panels, strict=True):
             ends = (min(epochs) - 0.5, max(epochs) + 0.5)
             shown = panel.imshow(
@@ -399,17 +319,12 @@ def strips(panels: Sequence[tuple[str, Sequence[float], Any]], path: str | PathL
 
 
 def histograms(
-    panels: Sequence[tuple[str, Sequence[float], Sequence[float] | None]], path: str | PathLike[str], caption: str
+    panels: Sequence[tuple[str, Sequence[float], Sequence[float] | None]], path: Path, caption: str
 ) -> list[Path]:
-    """Draws how gates are spread over [0, 1], a panel for each placement: the two ends, and bins between.
-
-    Args:
-        panels: name, shares of the values at test time, and shares by the gates' distribution if it is known.
-        path: of the files, without an ending.
-        caption: what one sees.
+    """Draws how gates are spread over [0, 1], the two ends and bins between, a panel for each placement: name, shares
+    of the values at test time, and shares by the gates' distribution if it is known.
     """
-    columns = min(4, len(panels))
-    with _several(len(panels), columns, (max(COLUMN, PAGE * columns / 4), 2.2)) as (figure, axes):
+    with _several(len(panels)) as (figure, axes):
         for panel, (name, kept, expected) in zip(axes, panels, strict=True):
             bins = len(kept) - 2
             width = 1 / bins
@@ -426,17 +341,10 @@ def histograms(
         return save(figure, path, caption)
 
 
-def picture(
-    pixels: Any, path: str | PathLike[str], caption: str, *, label: str, limits: tuple[float, float]
-) -> list[Path]:
-    """Draws numbers as a picture: a map of gates, or filters beside each other; NaN is left blank.
+def picture(pixels: Any, path: Path, caption: str, *, label: str, limits: tuple[float, float]) -> list[Path]:
+    """Draws numbers (height, width) as a picture: a map of gates, or filters beside each other; NaN is left blank.
 
-    Args:
-        pixels: (height, width).
-        path: of the files, without an ending.
-        caption: what one sees.
-        label: of the colours, with their unit.
-        limits: of the colours; where they lie around zero, orange is negative and blue positive.
+    `label` and `limits` are of the colours; where the limits lie around zero, orange is negative and blue positive.
     """
     with grid(size=(COLUMN + 0.4, COLUMN)) as (figure, (axes,)):
         from matplotlib.colors import LinearSegmentedColormap

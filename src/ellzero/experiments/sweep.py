@@ -1,13 +1,7 @@
 """Sweeps: a grid of recipe fields × seeds, trained as a campaign, and the Pareto front of error against cost.
 
-A sweep lies in a folder:
-
-    sweep.json          what was asked for, and what has come out so far
-    stacks/NAME/        a run folder for each stack
-    pareto.png, .svg    error against what is kept
-
-How many runs are trained together may change when a sweep goes on. This file does not know how runs are stacked and
-taken up again, nor how a figure looks.
+A campaign's folder with sweep.json, which says what was asked for and what has come out so far, and the figure. How
+many runs are trained together may change when a sweep goes on.
 """
 
 from __future__ import annotations
@@ -21,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, cast, final
+from typing import Any, Self, cast, final
 
 import torch
 from rich.table import Table
 from torch import nn
 
-from ellzero.experiments import figures, networks
+from ellzero.experiments import figures
 from ellzero.experiments.campaign import (
     Campaign,
     CampaignError,
@@ -41,6 +35,7 @@ from ellzero.experiments.campaign import (
     shared,
 )
 from ellzero.experiments.data import Dataset
+from ellzero.experiments.figures import Cost
 from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
 from ellzero.experiments.statistics import interval, pareto, with_interval
 from ellzero.experiments.store.provenance import provenance
@@ -52,8 +47,6 @@ from ellzero.out.finalization import refuse_unreachable
 from ellzero.out.tables import new_table
 
 _FIGURE = "pareto"
-
-Cost = Literal["l0_norm", "params", "macs"]
 
 
 def campaign(out: Path) -> Campaign:
@@ -68,18 +61,9 @@ def campaign(out: Path) -> Campaign:
 def values_of(field: str, text: str) -> list[Any]:
     """The values in a list with commas; a comma inside brackets, braces or quotes belongs to its value.
 
-    Args:
-        field: of a recipe; "-" may stand for "_".
-        text: values as `recipes.from_strings` reads them, with commas between.
-
-    Raises:
-        ValueError: there is no such field, a value is empty, or a bracket or a quote is not closed.
-
     Example:
         >>> values_of("at-most", '0.1, {"fc1" = 0.2, "fc2" = 0.3}, none')
         [0.1, {'fc1': 0.2, 'fc2': 0.3}, None]
-        >>> values_of("milestones", "[60, 120], [80]")
-        [[60, 120], [80]]
     """
     from_strings({field: "none"})  # says what is wrong with the field before anything about its values
     parts = _split(field, text)
@@ -114,20 +98,19 @@ def _split(field: str, text: str) -> list[str]:
 @final
 @dataclass(frozen=True)
 class Combination:
-    """One point of a grid: a value for each field.
+    """One point of a grid."""
 
-    Args:
-        values: of the fields that vary, as plain data.
-        recipe: of its first seed.
-    """
-
-    values: dict[str, Any]
-    recipe: Recipe
+    values: dict[str, Any]  # of the fields that vary, as plain data
+    recipe: Recipe  # of its first seed
 
     @property
     def label(self) -> str:
         """Its values in words, such as "at_most=0.1"; the recipe's name where nothing varies."""
-        return ", ".join(f"{k}={in_words(v)}" for k, v in self.values.items()) or self.recipe.name
+        return _label(self.values) or self.recipe.name
+
+
+def _label(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{field}={in_words(value)}" for field, value in values.items())
 
 
 @final
@@ -182,26 +165,23 @@ class Sweep:
     def points(self) -> list[Combination]:
         """All combinations, the last field varying fastest."""
         out: list[Combination] = []
-        seen: dict[str, Combination] = {}
+        seen: set[str] = set()
         for number, combination in enumerate(itertools.product(*self.grid.values()), 1):
             values = dict(zip(self.grid, combination, strict=True))
             try:
                 recipe = self.recipe.override(**values)
                 refuse_idle(recipe, values)
             except ValueError as error:
-                raise ValueError(str(error) + self._where(values)) from error
+                varied = {field: values[field] for field in self.varied}
+                where = f" (at {_label(varied)})" if len(varied) > 1 else ""  # plain from the message otherwise
+                raise ValueError(f"{error}{where}") from error
             plain = recipe.to_dict()
             point = Combination({field: plain[field] for field in self.varied}, recipe)
-            same = seen.setdefault(recipe.digest(), point)
-            if same is not point:
+            if recipe.digest() in seen:
                 raise ValueError(f"the grid has {point.label} twice: leave one out")
+            seen.add(recipe.digest())
             out.append(Combination(point.values, recipe.override(name=self._name(recipe.name, point.values, number))))
         return out
-
-    def _where(self, values: Mapping[str, Any]) -> str:
-        """Which combination, if that is not plain from the values that are wrong."""
-        words = ", ".join(f"{k}={in_words(v)}" for k, v in values.items() if k in self.varied)
-        return f" (at {words})" if len(self.varied) > 1 else ""
 
     def _name(self, base: str, values: Mapping[str, Any], number: int) -> str:
         """A name that is different for each point: stacks and histories go by it."""
@@ -214,7 +194,11 @@ class Sweep:
     @cached_property
     def runs(self) -> list[Recipe]:
         """A recipe for each point and seed."""
-        return [p.recipe.override(seed=p.recipe.seed + k) for p in self.points for k in range(self.seeds)]
+        return [run for point in self.points for run in self.of(point)]
+
+    def of(self, point: Combination) -> list[Recipe]:
+        """A recipe for each seed of a point."""
+        return [point.recipe.override(seed=point.recipe.seed + k) for k in range(self.seeds)]
 
     def settings(self) -> dict[str, Any]:
         """All that decides what comes out, as what JSON knows."""
@@ -226,11 +210,7 @@ class Sweep:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
-        """The sweep that has these settings.
-
-        Raises:
-            ValueError: they are those of no sweep.
-        """
+        """The sweep that has these settings."""
         return cls(Recipe.from_dict(settings["recipe"]), settings["grid"], settings["seeds"], settings["every"])
 
     def differences(self, there: Mapping[str, Any]) -> list[str]:
@@ -250,11 +230,7 @@ class Sweep:
 
 
 def stored(out: Path) -> tuple[Sweep, Record]:
-    """The sweep in a folder, and what has come out of it so far.
-
-    Raises:
-        CampaignError: there is none, or it is damaged.
-    """
+    """The sweep in a folder, and what has come out of it so far; a CampaignError where there is none to be read."""
     record = campaign(out).read()
     try:
         return Sweep.from_settings(record), record
@@ -356,14 +332,16 @@ def _outcome(sweep: Sweep, home: Campaign, about: Mapping[str, Any], axis: Cost)
             trained.append({"stack": name, "runs": len(found), "seconds": found[0]["seconds"], "about": folder.about})
     points = []
     for point in sweep.points:
-        own = [identity(point.recipe.override(seed=point.recipe.seed + k)) for k in range(sweep.seeds)]
+        own = [identity(run) for run in sweep.of(point)]
         runs = [results[run] for run in own if run in results]
         notes = [failures[run] for run in own if run in failures]
         entry: Record = {"label": point.label, "values": point.values, "recipe": point.recipe.to_dict(), "runs": runs}
         entry |= {"finished": len(runs) + len(notes) == sweep.seeds, "diverged": notes, "front": None}
         if runs:
             entry["mean"] = _mean(runs)
-            entry["emptied"] = not networks.find(point.recipe.network).residual and any(map(_is_empty, runs))
+            # Without a residual path around a layer that has nothing left, there is no compact network.
+            empty = any(0 in run.get("architecture", {}).values() for run in runs)
+            entry["emptied"] = empty and not point.recipe.facts.residual
         points.append(entry)
     finished = all(p["finished"] for p in points)
     front: list[int] | None = None
@@ -391,11 +369,6 @@ def _mean(runs: Sequence[Record]) -> Record:
     for kind in ("expected", "kept"):
         out[kind] = {c: statistics.fmean(r["costs"][c][kind] if "costs" in r else 1.0 for r in runs) for c in COSTS}
     return out
-
-
-def _is_empty(run: Record) -> bool:
-    """Whether a layer has nothing left: without a residual path around it there is no compact network."""
-    return "architecture" in run and 0 in run["architecture"].values()
 
 
 def table(record: Record) -> Table:
@@ -426,13 +399,8 @@ def table(record: Record) -> Table:
 
 
 def draw(record: Record, out: Path) -> list[Path]:
-    """Draws error against kept cost into the sweep's folder, on MNIST with the papers' networks beside ours.
-
-    Returns:
-        The files; none where no point has a network.
-
-    Raises:
-        figures.PlotsMissingError: matplotlib is not installed.
+    """Draws error against kept cost into the sweep's folder, on MNIST with the papers' networks beside ours; nothing
+    where no point has a network.
     """
     axis: Cost = record["cost"]
     # What keeps nothing has no place on an axis of logarithms.

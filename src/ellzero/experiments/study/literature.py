@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from ellzero.experiments.figures import Point
+from ellzero.experiments.figures import Cost, Point
 
 # Method, pruned architecture, and the error in percent: best during training, and at the end, as far as printed.
 # Louizos et al. (2018), Table 1, says "after 200 epochs"; Gallego-Posada et al. (2021), Table 1, gives both for theirs.
@@ -33,13 +31,11 @@ PRINTED: dict[str, list[tuple[str, tuple[int, ...], float | None, float | None]]
 }
 
 
-def published(network: str, cost: Literal["l0_norm", "params", "macs"], which: str = "last") -> list[Point]:
+def published(network: str, cost: Cost, which: str = "last") -> list[Point]:
     """The networks in both papers' Tables 1, their cost computed from the pruned architecture as printed.
 
-    Args:
-        network: "lenet300" or "lenet5"; others have none.
-        cost: of the compact network: "params" counts weights and biases, "l0_norm" the weights whose own gate is open.
-        which: the error at the "last" epoch, or the "best" one; where a paper gives one of them only, that.
+    "params" counts weights and biases, "l0_norm" the weights whose own gate is open. The error is that at the "last" or
+    "best" epoch; where a paper gives one of them only, that.
 
     Example:
         >>> published("lenet300", "params")[3]

@@ -1,12 +1,8 @@
-"""A study made again: its rows are trained as a campaign, and each leaves a json. A reproduction lies in a folder.
+"""A study made again: its rows are trained as a campaign. Its folder has, beside study.json and the stacks, these.
 
-    study.json          what was asked for, so that something else is not mixed into it
-    stacks/NAME/        a run folder for each stack
-    RECIPE.json         one record per row: recipe, commit, versions, device, and what came out of every seed
-    RECIPE-seedN.safetensors    the compact network of a run, where the study keeps them
-    figures/            the figures, as PNG and SVG with their captions
-
-How runs are stacked and taken up again is not known here.
+RECIPE.json                 a record per row: recipe, commit, versions, device, and what came out of every seed
+RECIPE-seedN.safetensors    the compact network of a run, where the study keeps them
+figures/                    the figures, as PNG and SVG with their captions
 """
 
 from __future__ import annotations
@@ -20,17 +16,7 @@ from typing import cast, final
 
 import torch
 
-from ellzero.experiments.campaign import (
-    AT_ONCE,
-    Campaign,
-    CampaignError,
-    Loader,
-    Record,
-    Say,
-    Work,
-    differences,
-    diverged,
-)
+from ellzero.experiments.campaign import AT_ONCE, Campaign, CampaignError, Loader, Record, Say, differences, diverged
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import records as files
 from ellzero.experiments.store.folder import Folder
@@ -54,28 +40,14 @@ _FIGURES, _CONSTRAINTS = "figures", "constraints.json"
 @final
 @dataclass(frozen=True)
 class Reproduction:
-    """What is asked for: a study, and what is changed in it.
-
-    Args:
-        study: to make.
-        seeds: how many, from 0; the study's own number if absent.
-        epochs: instead of the recipes' own.
-        data: name of the data set, instead of the recipes' own.
-        only: pattern of the names of the recipes to train, or several with commas between them.
-        every: evaluate after every so many epochs.
-        at_once: runs in a stack at most.
-
-    Raises:
-        ValueError: a number is less than 1.
-        StudyError: `only` matches no row.
-    """
+    """What is asked for: a study, and what is changed in it."""
 
     study: Study
-    seeds: int | None = None
+    seeds: int | None = None  # how many, from 0; the study's own number if absent
     epochs: int | None = None
     data: str | None = None
-    only: str = "*"
-    every: int = 1
+    only: str = "*"  # pattern of the names of the recipes to train, or several with commas between them
+    every: int = 1  # evaluate after so many epochs
     at_once: int = AT_ONCE
 
     def __post_init__(self) -> None:
@@ -101,17 +73,6 @@ class Reproduction:
         own = (_FIGURES, *(f"{name}{rest}" for name in names for rest in (".json", "-seed*.safetensors")))
         return Campaign(out, _STUDY, _FORMAT, "reproduction", own)
 
-    def refuse_another(self, campaign: Campaign) -> None:
-        """Says no to the folder of another study.
-
-        Raises:
-            StudyError: it is that of one.
-            CampaignError: it is that of none.
-        """
-        name = campaign.read().get("study")
-        if name != self.study.name:
-            raise StudyError(f"{str(campaign.home)!r} holds the study `{name}`; give another folder by `--out`")
-
     def differences(self, theirs: Record) -> list[str]:
         """Between the settings of a reproduction and our own, in words."""
         before, now = ({r["name"]: r for r in side.get("recipes", [])} for side in (theirs, self.settings))
@@ -133,31 +94,20 @@ def reproduce(
     watchers: Sequence[AbstractWatcher] = (),
     say: Say = lambda _: None,
 ) -> list[Record]:
-    """Makes a study: trains every row with every seed, or computes it.
+    """Makes a study, trains every row with every seed or computes it, and gives a record per row.
 
-    Args:
-        asked: what to make.
-        load: gives the data set of a name, on the device to train on; not called where nothing is trained.
-        out: the folder.
-        resume: whether to go on with the reproduction that the folder holds; what is finished is not trained again.
-        fresh: begin again, and remove the reproduction that the folder holds when the new one can begin.
-        watchers: that show each stack's progress.
-        say: told a line about each stack.
-
-    Returns:
-        One record per row, with the results of all seeds.
-
-    Raises:
-        StudyError: `out` holds another study.
-        CampaignError: `out` holds something else.
-        DivergedError: the loss of a run is not a number any more; the rows without it are stored.
-        training.Stopped: Ctrl-C; what was done is saved.
+    With `resume` what is finished is not trained again; with `fresh` it is removed when the new one can begin. `load`
+    gives the data set of a name, on the device to train on, and is not called where nothing is trained. Where a run
+    diverges, the rows without it are stored before the DivergedError.
     """
     study, campaign = asked.study, asked.campaign(out)
     with suppress(CampaignError):  # there is none, or it is damaged: see below
-        asked.refuse_another(campaign)
+        name = campaign.read().get("study")
+        if name != study.name:
+            raise StudyError(f"{str(out)!r} holds the study `{name}`; give another folder by `--out`")
     there = campaign.holds(lambda head: asked.differences(head.get("settings", {})), resume=resume, fresh=fresh)
-    runs = [recipe.override(seed=seed) for _, recipe in asked.rows for seed in range(asked.settings["seeds"])]
+    seeds = range(asked.settings["seeds"])
+    runs = [recipe.override(seed=seed) for _, recipe in asked.rows for seed in seeds]
     work = campaign.work(runs, load, fresh=fresh, at_once=asked.at_once, say=say)
     if fresh:
         campaign.clear()
@@ -168,19 +118,12 @@ def reproduce(
         for record in computed:
             files.write(out / f"{record['name']}.json", record)
         return computed
-    return _trained(asked, campaign, work, load, watchers, say)
 
-
-def _trained(
-    asked: Reproduction, campaign: Campaign, work: Work, load: Loader, watchers: Sequence[AbstractWatcher], say: Say
-) -> list[Record]:
-    """Trains what is left, and writes each row's record as soon as all its seeds are there."""
-    seeds, out = range(asked.settings["seeds"]), campaign.home
     done: dict[tuple[str, int], Record] = {}
     records: dict[str, Record] = {}
 
-    def note(folder: Folder, trainer: Trainer | None = None) -> None:
-        _complete(folder, trainer, load, out if asked.study.keep_networks else None, say)
+    def note(folder: Folder, trainer: Trainer | None = None) -> None:  # writes a row when all its seeds are there
+        _complete(folder, trainer, load, out if study.keep_networks else None, say)
         done.update(_outcomes(folder))
         for row, recipe in asked.rows:
             own = [done[recipe.name, seed] for seed in seeds if (recipe.name, seed) in done]
@@ -229,13 +172,7 @@ def _complete(folder: Folder, trainer: Trainer | None, load: Loader, networks: P
 
 @torch.no_grad()
 def held(gated: Gated, cost: str, targets: dict[str, float]) -> dict[str, dict[str, float]]:
-    """What a network's constraints bound: by pattern, the target, and the expected and kept share of the dense cost.
-
-    Args:
-        gated: the network.
-        cost: "l0_norm", "params" or "macs".
-        targets: ε by pattern.
-    """
+    """What a network's constraints bound: by pattern, the target, and the expected and kept share of the dense cost."""
     measure = COSTS[cost]
     out = {}
     for pattern, at_most in targets.items():
@@ -283,47 +220,40 @@ def _thin(curve: Sequence[Record]) -> list[Record]:
     """Error, loss, expected and kept fractions, multipliers, seconds and events over training, rounded, and what the
     last steps have bought: a history to draw, not to resume.
     """
-    keep = []
-    for h in curve:
-        point = {"epoch": h["epoch"], "error": round(h["error"], 3)}
-        point["loss"] = None if h["loss"] is None else round(h["loss"], 5)
-        for kind in ("expected", "kept"):
-            point[kind] = {k: round(v, 5) for k, v in h.get(kind, {}).items()}
-        point["multiplier"] = [round(m, 5) for m in h.get("multiplier", [])]
-        point["seconds"] = round(h["seconds"], 3)  # of the whole stack, since the point before
-        if h["tuning"]:
-            point["tuning"] = True
-        point |= {key: h[key] for key in ("shrunk", "error_without") if key in h}
-        keep.append(point)
-    return keep
+    return [
+        {
+            "epoch": h["epoch"],
+            "error": round(h["error"], 3),
+            "loss": None if h["loss"] is None else round(h["loss"], 5),
+            **{kind: {k: round(v, 5) for k, v in h.get(kind, {}).items()} for kind in ("expected", "kept")},
+            "multiplier": [round(m, 5) for m in h.get("multiplier", [])],
+            "seconds": round(h["seconds"], 3),  # of the whole stack, since the point before
+            **({"tuning": True} if h["tuning"] else {}),
+            **{key: h[key] for key in ("shrunk", "error_without") if key in h},
+        }
+        for h in curve
+    ]
 
 
 def stored(study: Study, out: Path, only: str = "*") -> tuple[list[Record], list[str]]:
-    """The records of a study that lie in a folder, and the names of those that do not.
-
-    Raises:
-        StudyError: there is none, or a file is damaged.
+    """The records of a study that lie in a folder, and the names of those that do not; a StudyError if there is none,
+    or a damaged one.
     """
     if study.compute is not None:
         names = sorted(p.stem for p in out.glob("*.json") if p.name != _STUDY)
     else:
         names = [recipe.name for _, recipe in study.recipes(only=only)]
-    records, missing = [], []
-    for name in names:
-        file = out / f"{name}.json"
-        if not file.exists():
-            missing.append(name)
-            continue
-        try:
-            record = files.read(file)
-        except FolderError as error:
-            raise StudyError(str(error)) from error
+    there = {name: out / f"{name}.json" for name in names if (out / f"{name}.json").exists()}
+    if not there:
+        raise StudyError(f"there are no results of `{study.name}` in {str(out)!r}")
+    try:
+        records = {file: files.read(file) for file in there.values()}
+    except FolderError as error:
+        raise StudyError(str(error)) from error
+    for file, record in records.items():
         if not isinstance(record, dict):
             raise StudyError(f"{str(file)!r} is damaged: it is no record")
-        records.append(record)
-    if not records:
-        raise StudyError(f"there are no results of `{study.name}` in {str(out)!r}")
-    return records, missing
+    return list(records.values()), [name for name in names if name not in there]
 
 
 def draw(study: Study, records: Sequence[Record], out: Path) -> list[Path]:

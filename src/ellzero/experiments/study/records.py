@@ -1,6 +1,4 @@
-"""What the records of a study's rows say: the usual table, and curves over epochs. They are
-plain data here.
-"""
+"""What the records of a study's rows say: the usual table, and curves over epochs."""
 
 from __future__ import annotations
 
@@ -31,10 +29,8 @@ def table(records: Sequence[Record], title: str) -> Table:
         if all("costs" in s for s in seeds):
             middle = sorted(seeds, key=lambda s: s["costs"]["params"]["kept"])[len(seeds) // 2]
             kept = "-".join(str(n) for n in middle["architecture"].values())
-            cells = [
-                f"{100 * statistics.fmean(s['costs']['l0_norm'][kind] for s in seeds):.1f} %"
-                for kind in ("expected", "kept")
-            ]
+            densities = [[s["costs"]["l0_norm"][kind] for s in seeds] for kind in ("expected", "kept")]
+            cells = [f"{100 * statistics.fmean(values):.1f} %" for values in densities]
             for cost in ("params", "macs"):
                 share = statistics.fmean(s["costs"][cost]["kept"] for s in seeds)
                 cells.append(f"{share * seeds[0]['costs'][cost]['dense']:,.0f} ({100 * share:.1f} %)")
@@ -65,18 +61,13 @@ def took(record: Record) -> str:
 
 def point_at_end_of_training(seed: Record) -> Record:
     """The last point of a seed's history at which gates were still learning: before `finalize` and fine-tuning."""
-    learning = [h for h in seed["history"] if not h.get("tuning")]
-    return cast("Record", learning[-1])
+    return cast("Record", [h for h in seed["history"] if not h.get("tuning")][-1])
 
 
 def by_epoch(seeds: Iterable[Record], value: Callable[[Record], float]) -> tuple[list[int], list[list[float]]]:
-    """The epochs of a row's histories, and a number at each for every seed.
-
-    Raises:
-        ValueError: the seeds were evaluated at different epochs.
-    """
-    curves = [[(h["epoch"], value(h)) for h in s["history"]] for s in seeds]
-    epochs = [[e for e, _ in curve] for curve in curves]
+    """The epochs of a row's histories, and a number at each for every seed."""
+    histories = [s["history"] for s in seeds]
+    epochs = [[h["epoch"] for h in history] for history in histories]
     if any(e != epochs[0] for e in epochs):
         raise ValueError("`seeds` must have been evaluated at the same epochs")
-    return epochs[0], [[v for _, v in curve] for curve in curves]
+    return epochs[0], [[value(h) for h in history] for history in histories]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import final
@@ -15,7 +14,7 @@ from typing import final
 from rich.table import Table
 
 from ellzero.experiments.campaign import Record
-from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.recipe import Recipe, nearest
 from ellzero.experiments.study.records import table
 
 
@@ -27,19 +26,12 @@ class StudyError(Exception):
 @final
 @dataclass(frozen=True)
 class Row:
-    """One row of a published table.
+    """One row of a published table; what is not published is empty."""
 
-    Args:
-        label: as the paper has it.
-        recipe: how we run it.
-        architecture: the published pruned architecture; empty where there is none.
-        error: the published error in percent, as printed; empty where there is none.
-    """
-
-    label: str
-    recipe: Recipe
-    architecture: str = ""
-    error: str = ""
+    label: str  # as the paper has it
+    recipe: Recipe  # how we run it
+    architecture: str = ""  # after pruning
+    error: str = ""  # in percent, as printed
 
 
 @final
@@ -47,28 +39,18 @@ class Row:
 class Study:
     """A published table or figure, and how it is made again: by training rows, or by computing.
 
-    Args:
-        name: what it is called on the command line and in file names.
-        title: above its table.
-        rows: what is trained; their recipes have different names.
-        seeds: how many each row is trained with, unless asked for otherwise.
-        compute: makes the records of a study that trains nothing; each has a "name".
-        table: makes the table from the records.
-        draw: writes the figures into a folder, from the records alone, and returns the files.
-        keep_networks: whether the compact network of every run with gates is kept beside the records.
-
-    Raises:
-        ValueError: two recipes have the same name or different data, or it has rows and computes too, or neither.
+    `compute` makes the records of a study that trains nothing, each with a "name"; `table` and `draw` make the table,
+    and the figures in a folder, from the records alone.
     """
 
-    name: str
-    title: str
+    name: str  # on the command line and in file names
+    title: str  # above its table
     rows: tuple[Row, ...] = ()
-    seeds: int = 5
+    seeds: int = 5  # that each row is trained with, unless asked for otherwise
     compute: Callable[[], list[Record]] | None = None
     table: Callable[[Sequence[Record], str], Table] | None = table
     draw: Callable[[Sequence[Record], Path], list[Path]] | None = None
-    keep_networks: bool = False
+    keep_networks: bool = False  # the compact network of every run with gates, beside the records
 
     def __post_init__(self) -> None:
         names = [row.recipe.name for row in self.rows]
@@ -84,39 +66,23 @@ class Study:
     def recipes(
         self, *, epochs: int | None = None, data: str | None = None, only: str = "*"
     ) -> list[tuple[Row, Recipe]]:
-        """The rows whose recipe's name matches, with the recipe that will be run.
-
-        Args:
-            epochs: instead of the recipes' own.
-            data: instead of the recipes' own.
-            only: pattern of recipe names, or several with commas between them.
-
-        Raises:
-            StudyError: a pattern matches no name.
+        """The rows whose recipe's name matches a pattern, or one of several with commas between them, with the recipe
+        that will be run: with these epochs and data instead of its own.
         """
         changes = {name: value for name, value in (("epochs", epochs), ("data", data)) if value is not None}
-        names, wanted = [r.recipe.name for r in self.rows], [pattern.strip() for pattern in only.split(",")]
-        for pattern in wanted if self.rows else ():
-            if not any(fnmatchcase(name, pattern) for name in names):
+        names, wanted = [row.recipe.name for row in self.rows], set[str]()
+        for pattern in map(str.strip, only.split(",")):
+            found = [name for name in names if fnmatchcase(name, pattern)]
+            if names and not found:
                 raise StudyError(f"`--only` must match the name of a recipe ({', '.join(names)}), got {pattern!r}")
-        return [
-            (row, row.recipe.override(**changes))
-            for row in self.rows
-            if any(fnmatchcase(row.recipe.name, pattern) for pattern in wanted)
-        ]
+            wanted.update(found)
+        return [(row, row.recipe.override(**changes)) for row in self.rows if row.recipe.name in wanted]
 
 
 def studies(folder: Path | None = None) -> dict[str, Study]:
-    """All studies by their names: those that the files of `reproductions/` define, one as `STUDY`.
-
-    Args:
-        folder: of the files; the one that comes with the package, or the source tree's, if absent.
-
-    Raises:
-        StudyError: there is no such folder, or two studies have one name.
-    """
+    """All studies of the files of a folder, by default `reproductions/`, by their names; each file has a `STUDY`."""
     found: dict[str, Study] = {}
-    for path in sorted((home() if folder is None else folder).glob("*.py")):
+    for path in sorted((folder or home()).glob("*.py")):
         for study in _load(path):
             if study.name in found:
                 raise StudyError(f"two files define the study `{study.name}`; one is {path.name}")
@@ -125,25 +91,15 @@ def studies(folder: Path | None = None) -> dict[str, Study]:
 
 
 def find(name: str, known: dict[str, Study]) -> Study:
-    """The study of this name; "_" may stand for "-".
-
-    Raises:
-        StudyError: there is none.
-    """
+    """The study of this name; "_" may stand for "-"."""
     wanted = name.removesuffix(".py").replace("_", "-")
     if wanted in known:
         return known[wanted]
-    near = get_close_matches(wanted, known, n=1)
-    hint = f"did you mean `{near[0]}`?" if near else f"there are {', '.join(known)}"
-    raise StudyError(f"`{name}` is not the name of a study; {hint}")
+    raise StudyError(f"`{name}` is not the name of a study; {nearest(wanted, known)}")
 
 
 def home() -> Path:
-    """The folder of the studies: inside an installed package, or at the top of the source tree.
-
-    Raises:
-        StudyError: it is in neither place.
-    """
+    """The folder of the studies: inside an installed package, or at the top of the source tree."""
     package = Path(__file__).parents[2]
     for folder in (package / "reproductions", package.parent.parent / "reproductions"):
         if folder.is_dir():
