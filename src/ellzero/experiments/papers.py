@@ -1,4 +1,6 @@
-"""The named recipes: both papers' and our own, and recipes in TOML files, which may begin with a named one."""
+"""The named recipes, both papers' and our own, and recipes in TOML files, which may begin with a named one. What a
+recipe is, and which values it may have, is not known here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Numbers over seeds: means with their intervals, and the points that no other beats."""
+"""Numbers over seeds: means with their intervals, and the points that no other beats. What they measure is not known
+here.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Sweeps: a grid of recipe fields × seeds, trained as a campaign, and the Pareto front of error against cost.
 
 A campaign's folder with sweep.json, which says what was asked for and what has come out so far, and the figure. How
-many runs are trained together may change when a sweep goes on.
+many runs are trained together may change when a sweep goes on. This file does not know how runs are stacked and taken
+up again, nor how a figure looks.
 """
 
 from __future__ import annotations

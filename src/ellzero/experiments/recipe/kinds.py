@@ -1,6 +1,7 @@
 """What a field is made of: its kind of value, what must hold between it and others, and the check of a value.
 
 Our own, because msgspec and pydantic say in their words what a value must be, and know no relations between fields.
+This file knows no recipe.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The fields of a recipe, each written once: type, range, default, sentence, and what it has to do with others.
 
-Checks, refusals, the help of the command line and TOML follow from here.
+Checks, refusals, the help of the command line and TOML follow from here; what can be done with a recipe is not known.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""A study made again: its rows are trained as a campaign. Its folder has, beside study.json and the stacks, these.
+"""A study made again: its rows are trained as a campaign. How runs are stacked and taken up again is not known here.
+
+Beside study.json and the stacks, its folder has
 
 RECIPE.json                 a record per row: recipe, commit, versions, device, and what came out of every seed
 RECIPE-seedN.safetensors    the compact network of a run, where the study keeps them

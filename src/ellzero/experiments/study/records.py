@@ -1,4 +1,6 @@
-"""What the records of a study's rows say: the usual table, and curves over epochs."""
+"""What the records of a study's rows say: the usual table, and curves over epochs. They are plain data
+here.
+"""
 
 from __future__ import annotations
 
