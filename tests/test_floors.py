@@ -16,8 +16,12 @@ from support import ROOT
 HOUSE = ROOT / "src" / "ellzero"
 FLOORS = ("gates", "graph", "gated", "objectives", "out", "integrations", "experiments", "page", "cli")
 ROOF = ("__init__", "__main__", "renamed")  # beside the packages: may import any of them, and no package imports these
-ENTRIES, LINES, CLASS, FUNCTION, IN_ALL = 12, 450, 250, 60, 15_000
-LONG: dict[str, str] = {}  # "page/method.py: _density" -> why it is longer than a function or class may be
+ENTRIES, LINES, CLASS, FUNCTION = 12, 450, 250, 60
+IN_ALL = 18_600  # it may only fall: the goal is 15,000
+LONG = {  # why it is longer than a function or class may be
+    "objectives/constraint.py: Constraint": "a fifth is its docstring, a third what a complete and checked state takes",
+    "experiments/train/loop.py: train": "half is its docstring; the loop is read as one piece",
+}
 
 
 def modules(house: Path) -> dict[str, Path]:
@@ -130,7 +134,6 @@ def test_no_module_is_hidden_by_a_function_of_its_name() -> None:
     assert list(hidden(HOUSE)) == []
 
 
-@pytest.mark.xfail(reason="rooms are still being made smaller; delete this line when the house is done", strict=False)
 def test_nothing_is_too_large() -> None:
     assert list(large(HOUSE)) == []
 
