@@ -18,15 +18,18 @@ from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.costs import Cost, dense, l0_norm, l2_norm, macs, params, units
 from ellzero.objectives.duals import AbstractDual
 from ellzero.objectives.penalty import Penalty
+from ellzero.out.budget import Budget
 from ellzero.out.compaction import compact, fold
 from ellzero.out.finalization import finalize
 from ellzero.out.reporting import report
 from ellzero.out.saving import load, save
+from ellzero.out.settling import recalibrate
 
 __version__ = "0.1.0"
 __all__ = [
     "AbstractDual",
     "AbstractGate",
+    "Budget",
     "Constraint",
     "Cost",
     "Gated",
@@ -48,6 +51,7 @@ __all__ = [
     "macs",
     "params",
     "per_layer",
+    "recalibrate",
     "report",
     "save",
     "shrinkable",

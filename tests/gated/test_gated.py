@@ -336,9 +336,15 @@ def test_attach_draws_nothing_but_the_gates_own_start() -> None:
     gated = l0.attach(model, x)
     after = torch.rand(3)
     torch.manual_seed(5)
-    gate = l0.HardConcreteGate(4)
+    gate = l0.HardConcreteGate(4, drop_rate=0.05)
     assert torch.equal(gated.gates["first"].log_alpha, gate.log_alpha)
     assert torch.equal(after, torch.rand(3))
+
+
+def test_a_network_computes_what_it_did_before_gates_were_attached() -> None:
+    model, x = Everything().eval(), torch.randn(6, 3)
+    before = model(x)
+    assert torch.equal(l0.attach(model, x)(x), before)
 
 
 def test_training_the_gated_model_trains_the_users_parameters() -> None:

@@ -22,13 +22,15 @@ from ellzero.graph.rehearsal import proven
 from ellzero.graph.tracing import as_inputs, trace
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
+# Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
+OPEN = partial(HardConcreteGate, drop_rate=0.05)
 
 
 def attach(
     model: nn.Module,
     example_inputs: Any,
     *,
-    gate: GateMaker | Mapping[str, GateMaker] = HardConcreteGate,
+    gate: GateMaker | Mapping[str, GateMaker] = OPEN,
     where: Where | Callable[[], Where] = shrinkable,
     axes: Sequence[Axis] | None = None,
     limit: float = 600.0,
@@ -40,7 +42,7 @@ def attach(
         example_inputs: a tuple of what the model is called with (or one tensor, or a dict of keyword arguments).
         gate: what makes the gates of one placement from their shape, e.g. `partial(l0.HardConcreteGate,
             drop_rate=0.3)`; or several by the pattern (as in `fnmatch`) of the placement's name, the first that
-            matches counting.
+            matches counting. The default ones are nearly open: in evaluation the network is what it was, to the bit.
         where: which gates there are: `l0.shrinkable()`, `l0.per_layer()`, `l0.weights("pattern")`, or any function of
             the graph. Without arguments, the parentheses may be left out.
         axes: axes by hand, for a model that `torch.export` cannot trace; `macs` has no meaning then.

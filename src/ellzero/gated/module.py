@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,8 +31,7 @@ from ellzero.graph.plan import Mask, Plan, make_plan
 
 
 class Gated(nn.Module):
-    """A model and its gates. In training every forward draws all gates once; in evaluation it uses their test-time
-    values.
+    """A model and its gates. In training every forward draws them all once; in evaluation it uses test-time values.
 
     Attributes:
         model: the user's model, shared.
@@ -42,6 +41,8 @@ class Gated(nn.Module):
             gates, go on meaning the model as it was attached to.
         present: the placements as they lie on the tensors that the model has now.
         gates: the gate modules, by name ("." written as "/").
+        fixed: whether gates have their test-time values in training too (`fix`).
+        gate_lr: the rate of the gates in `param_groups` where none is named; a `Budget` sets it.
         memo: what costs worked out about this network once, emptied when it moves.
     """
 
@@ -68,6 +69,8 @@ class Gated(nn.Module):
         self.taken: Plan | None = None
         counts = {"params": count_params, "macs": count_macs, "units": count_units}
         self.census = {key: count(graph, self.liveness) for key, count in counts.items()}
+        self.fixed = False
+        self.gate_lr: float | None = None
         self._assumed: Tensor | None = None
         self._aim()
         self.training = model.training
@@ -80,9 +83,6 @@ class Gated(nn.Module):
     def named_gates(self) -> Iterator[tuple[str, AbstractGate]]:
         """Yields the name and the gates of every placement."""
         yield from zip((p.name for p in self.placements), self._gates(), strict=True)
-
-    def _gates(self) -> list[AbstractGate]:
-        return list(self.gates.values())  # type: ignore[arg-type]
 
     def by_placement(self, flat: Tensor) -> dict[str, Tensor]:
         """Splits a tensor with one entry per gate, such as `opens()`, by placement: each part in its gates' shape."""
@@ -106,16 +106,21 @@ class Gated(nn.Module):
 
         Args:
             lr: learning rate of the weights; the optimizer's default if `None`.
-            gate_lr: learning rate of the gates; as the weights' if `None`.
+            gate_lr: learning rate of the gates; the attribute `gate_lr` if `None`, else as the weights'.
             weight_decay: of the weights.
             gate_weight_decay: of the gates.
             counted_weight_decay: if given, the weights that gates count form a third group with this decay: 0 where
                 `l2_norm` acts on them.
         """
-        rates = {"lr": lr, "gate_lr": gate_lr, "weight_decay": weight_decay, "gate_weight_decay": gate_weight_decay}
-        rates["counted_weight_decay"] = counted_weight_decay
+        rates = {"lr": lr, "gate_lr": self.gate_lr if gate_lr is None else gate_lr, "weight_decay": weight_decay}
+        rates |= {"gate_weight_decay": gate_weight_decay, "counted_weight_decay": counted_weight_decay}
         counted = {s.tensor for p in self.placements for s in p.counts}
         return grouped(self.model.named_parameters(), self.gates.parameters(), counted, rates)
+
+    def fix(self, fixed: bool = True) -> Self:
+        """Ends the noise: gates have their test-time values in training too, whoever calls `train()`."""
+        self.fixed = fixed
+        return self
 
     # ---- what the gates say ----------------------------------------------------------------------------------------
 
@@ -153,8 +158,7 @@ class Gated(nn.Module):
         """What removal would leave now, by the gates' test-time values.
 
         Args:
-            refuse: whether an axis that is closed as a whole, with nothing to carry on, raises `ClosedAxisError`
-                (else one unit of it stays).
+            refuse: whether a whole axis that is closed raises `ClosedAxisError`; else one unit of it stays.
         """
         with torch.no_grad():
             extended = self.liveness.extend(self.opens().to(self.tables["ends"]), self.tables)
@@ -171,19 +175,17 @@ class Gated(nn.Module):
 
     @torch.no_grad()
     def shrink(self, plan: Plan) -> Plan:
-        """Takes units out of the model for good, in place.
+        """Takes units out of the model for good, in place; parameters that change are new, and an optimizer must know.
 
-        The model's tensors become smaller. Gates, their noise, costs and plans stay those of the whole network: a gate
-        that nothing is left of is closed for good, and every other one keeps its number. The parameters that change
-        are new ones; an optimizer has to be told.
+        Gates, their noise, costs and plans stay those of the whole network: a gate that nothing is left of is closed
+        for good, and every other one keeps its number.
 
         Args:
             plan: of the network as it was attached to, with what was taken out before. Single inputs (`selects`) and
                 whole layers (`closed`) stay.
 
         Returns:
-            What was to be done to the model as it was: the plan that also slices moments and averages of its
-            parameters.
+            What was done to the model as it was: a plan that also slices moments and averages of its parameters.
 
         Raises:
             ValueError: the plan brings a unit back, or takes more than units out, or there is a grouped convolution;
@@ -220,14 +222,13 @@ class Gated(nn.Module):
 
         Args:
             *args: the model's own arguments.
-            gate_noise: uniform noise for the draw, flat, one entry per gate; drawn from torch's default generator if
-                `None`.
+            gate_noise: uniform noise for the draw, flat, one entry per gate; from torch's generator if `None`.
             **kwargs: the model's own keyword arguments.
         """
         gates = self._gates()
         if gate_noise is not None and gate_noise.shape != (n := self.liveness.size,):
             raise ValueError(f"`gate_noise` must have shape ({n},), one entry per gate, got {tuple(gate_noise.shape)}")
-        z = draw(gates, gate_noise) if self.training else values(gates)
+        z = draw(gates, gate_noise) if self.training and not self.fixed else values(gates)
         if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
             held = {name: target.holders for name, target in self._targets.items()}
             weights = {".".join(path): w for name, w in self.gated_weights(z).items() for path in held[name]}
@@ -247,6 +248,9 @@ class Gated(nn.Module):
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
+    def _gates(self) -> list[AbstractGate]:
+        return list(self.gates.values())  # type: ignore[arg-type]
+
     def _aim(self) -> None:
         """Works out what the gates multiply in the model as it is now."""
         self.present = tuple(remaining(p, self.taken) for p in self.placements)
@@ -254,9 +258,7 @@ class Gated(nn.Module):
         self._settle()
 
     def _settle(self) -> None:
-        """Lays out the index tables where the gates are. They are no buffers: DDP would broadcast them at every step,
-        `.to(bfloat16)` round them.
-        """
+        """Lays out index tables beside the gates. As buffers DDP would broadcast them, `.to(bfloat16)` round."""
         home = next(self.gates.parameters())
         dtype = torch.float64 if home.dtype == torch.float64 else torch.float32
         self.tables = self.liveness.tables(home.device, dtype)

@@ -36,10 +36,15 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
     Raises:
         ValueError: the target lies below what the gates can reach; nothing is changed.
     """
-    refuse_unfit(gated)
     if not callable(cost):
         raise TypeError(f"`cost` must be a cost such as `l0.macs`, got {cost!r}")
-    targets = _targets(gated, at_most, cost)
+    bring_within(gated, {cost: at_most}, fill=fill)
+
+
+def bring_within(gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]], *, fill: bool) -> None:
+    """Closes units until every kept cost is within its target, as `finalize` does for one cost."""
+    refuse_unfit(gated)
+    targets = [target for cost, at_most in bounds.items() for target in _targets(gated, at_most, cost)]
     for target in targets:
         fraction = target.fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:

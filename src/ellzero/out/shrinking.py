@@ -129,7 +129,7 @@ def carry_out(
     states = {name: optimizer.state.pop(p) for name, p in old.items() if p in optimizer.state}
     replaced = {id(p): new[name] for name, p in old.items()}
     for group in optimizer.param_groups:
-        group["params"] = [replaced[id(p)] for p in group["params"]]
+        group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
     def follow(name: str, tensor: Tensor) -> Tensor:
         """What has an entry for each of a parameter's: sliced as that was, and laid out in memory as it is."""

@@ -1,0 +1,320 @@
+"""`Budget`: what a network may cost, as one object in anyone's training loop.
+
+It brings together what the rest of the library has: constraints with multipliers that set themselves, a target that
+falls, gates that settle, units that leave the live network, a small network that trains on. The loop, its data, its
+loss, its optimizer and its schedule are the user's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ellzero.gated.module import Gated
+from ellzero.objectives import costs
+from ellzero.objectives.checking import check_count, check_number, name_of
+from ellzero.objectives.constraint import Constraint
+from ellzero.objectives.costs import Cost
+from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
+from ellzero.out import shrinking
+from ellzero.out.compaction import compact
+from ellzero.out.driving import Driver
+from ellzero.out.finalization import refuse_unreachable
+from ellzero.out.settling import recalibrate, settle
+
+LEARNING = 0.5  # the share of the steps in which gates learn
+FALLING = 0.5  # the share of these in which the target comes down
+TRAVEL = 25.0  # by how much log α can move while gates learn: a choice takes about 4
+FASTEST = 0.1  # the highest rate of the gates: beyond it, noise decides
+_DRIVEN: weakref.WeakKeyDictionary[Gated, weakref.ref[Budget]] = weakref.WeakKeyDictionary()
+
+
+@final
+class Budget:
+    """What a network may cost at the end, and all that it takes to get there in a loop of your own.
+
+    A run has two phases. First the gates learn, while the target falls from the dense cost to the budget and a
+    multiplier per constraint presses the kept cost down to it (`duals.SelfPacedAscent`). Then they settle: units are
+    closed or opened until the kept cost is just within the budget, open gates are folded into the weights, and what is
+    closed leaves the live network and the optimizer's state. The small network trains on, without noise, to the end.
+
+    Args:
+        gated: the network.
+        at_most: budgets of costs of your own, `{cost: fraction of the dense cost}`.
+        steps: optimizer steps of the whole run. Further steps train the small network on.
+        macs: fraction of the dense MACs in (0, 1], or fractions by pattern, as in `Constraint`.
+        params: the same of parameters.
+        l0_norm: the same of the weights that gates count.
+        units: the same of units.
+        learning: the share of the steps in which gates learn.
+        gate_lr: the learning rate of the gates, as for Adam; one that fits the steps if `None`.
+        shrink: whether closed units leave the live network when the gates settle. Where something else holds on to the
+            parameters (several processes), or the model cannot be sliced alive (grouped convolutions), they stay as
+            masks until `finish`, with the same result: `print(budget)` says why.
+        ema: decay of an average of the small network's weights, which `finish` hands over in their place; none if
+            `None`.
+
+    Attributes:
+        gated: the network.
+        done: optimizer steps so far.
+        settles: the step after which gates settle.
+        constraints: the Lagrangian terms, one per cost.
+
+    Raises:
+        ValueError: there is no budget, one is not a fraction or below what the gates can reach, `steps` is too small,
+            or the network has another budget already.
+
+    Example:
+        >>> import torch, ellzero as l0
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> gated = l0.attach(model, (torch.randn(1, 4),))
+        >>> budget = l0.Budget(gated, macs=0.5, steps=20)
+        >>> optimizer = torch.optim.Adam(gated.param_groups(lr=1e-3))
+        >>> budget.drive(optimizer)  # doctest: +ELLIPSIS
+        Budget(macs at most 50 %: learning, step 0 of 20, ...)
+        >>> for _ in range(20):
+        ...     loss = gated(torch.randn(16, 4)).square().mean()
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> budget.finish()
+        Sequential(
+          (0): Linear(in_features=4, out_features=4, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=4, out_features=2, bias=True)
+        )
+    """
+
+    def __init__(
+        self,
+        gated: Gated,
+        at_most: Mapping[Cost, float | Mapping[str, float]] | None = None,
+        *,
+        steps: int,
+        macs: float | Mapping[str, float] | None = None,
+        params: float | Mapping[str, float] | None = None,
+        l0_norm: float | Mapping[str, float] | None = None,
+        units: float | Mapping[str, float] | None = None,
+        learning: float = LEARNING,
+        gate_lr: float | None = None,
+        shrink: bool = True,
+        ema: float | None = None,
+    ) -> None:
+        if not isinstance(gated, Gated):
+            raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
+        named = {costs.macs: macs, costs.params: params, costs.l0_norm: l0_norm, costs.units: units}
+        self.bounds = {**(at_most or {}), **{cost: bound for cost, bound in named.items() if bound is not None}}
+        if not self.bounds:
+            raise ValueError("`macs`, `params`, `l0_norm`, `units` or `at_most` must say what the network may cost")
+        check_number("`learning` must be a share of the steps in (0, 1]", learning, lambda x: 0 < x <= 1)
+        check_number("`gate_lr` must be a positive number", 1.0 if gate_lr is None else gate_lr, lambda x: x > 0)
+        check_number("`ema` must be a decay in (0, 1)", 0.5 if ema is None else ema, lambda x: 0 < x < 1)
+        self.steps = check_count("steps", steps)
+        self.settles = max(1, round(learning * steps))
+        self.gate_lr = min(FASTEST, TRAVEL / self.settles) if gate_lr is None else float(gate_lr)
+        self.gated, self.shrink, self.ema, self.done = gated, shrink, ema, 0
+        self.constraints = [self._constraint(cost, bound) for cost, bound in self.bounds.items()]
+        other = _DRIVEN.get(gated)
+        if other is not None and other() is not None:
+            raise ValueError("`gated` must have one budget, got a second: name all costs in one")
+        _DRIVEN[gated] = weakref.ref(self)
+        gated.gate_lr = self.gate_lr
+        self.masked: str | None = None  # why closed units stay in the live network until the end
+        self._driver: Driver | None = None
+        self._average: AveragedModel | None = None
+        self._finished = False
+
+    def _constraint(self, cost: Cost, bound: float | Mapping[str, float]) -> Constraint:
+        dual = SelfPacedAscent(self.settles, self.gate_lr)
+        fall = GeometricWarmup(max(1.0, FALLING * self.settles))
+        constraint = Constraint(cost, bound, on="kept", dual=dual, warmup=fall).bind(self.gated)
+        refuse_unreachable(self.gated, bound, cost)
+        return constraint
+
+    # ---- in the loop -----------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """ "learning" while gates learn, "tuning" when they have settled, "finished" after `finish`."""
+        return "finished" if self._finished else "tuning" if self.gated.fixed else "learning"
+
+    def drive(self, optimizer: torch.optim.Optimizer) -> Self:
+        """Lets every step of an optimizer move the budget too: the loop stays as it is.
+
+        Before each step the gradient of the Lagrangian's term is added to that of the gates, as `term()` in the loss
+        does. Adam moves the gates, whatever the optimizer is, at the rate that their group has now: a schedule,
+        momentum and weight decay do not reach them. Then multipliers, target and phase move. So a step that a gradient
+        scaler leaves out is left out here, and several backwards make one step.
+
+        Args:
+            optimizer: of `gated.param_groups()`; gates and weights must both be in it.
+
+        Raises:
+            ValueError: the optimizer does not have all gates and weights, or it has been driven already.
+        """
+        if self._driver is not None:
+            raise ValueError("`optimizer` must be driven once, got another call of `drive`")
+        self._driver = Driver(self.gated, optimizer, self._driven_term, lambda: self.step(optimizer))
+        return self
+
+    def _driven_term(self) -> Tensor | None:
+        return self.term() if self.phase == "learning" else None
+
+    def term(self) -> Tensor:
+        """The Lagrangian's term, to add to the loss where no optimizer is driven; 0 when the gates have settled."""
+        if self.phase != "learning":
+            return next(self.gated.gates.parameters()).new_zeros(())
+        terms = [constraint(self.gated) for constraint in self.constraints]
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+
+    def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Moves multipliers, target and phase, after each `optimizer.step()`, where no optimizer is driven.
+
+        Args:
+            optimizer: what is to forget the closed units when the gates settle; without one they stay as masks.
+        """
+        if self.phase == "learning":
+            for constraint in self.constraints:
+                constraint.ascend()
+        self.done += 1
+        if self.done == self.settles and self.phase == "learning":
+            self.settle(optimizer)
+        elif self._average is not None:
+            self._average.update_parameters(self.gated.model)
+
+    def settle(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Ends the gates' learning now; a step does it when it is time."""
+        if self.phase != "learning":
+            raise RuntimeError(f"`settle()` must come while gates learn, and this budget is {self.phase}")
+        if optimizer is None and self._driver is not None:
+            optimizer = self._driver.optimizer
+        settle(self.gated, self.bounds)
+        _fix(self.gated)
+        self.masked = _take_out(self.gated, optimizer) if self.shrink else "`shrink=False`"
+        self._begin_average()
+
+    def finish(self, batches: Iterable[Any] | None = None) -> nn.Module:
+        """The small network: compact, proven to compute what the gated one does.
+
+        Args:
+            batches: if given, batch-norm statistics are gathered anew on them: needed with `ema`, and where the last
+                steps were few.
+
+        Raises:
+            RuntimeError: the gates have not settled yet. Nothing is lost: go on, or call `settle()` first.
+        """
+        if self.phase == "learning":
+            raise RuntimeError(
+                f"`finish()` must come after the gates settled, in step {self.settles}, got {self.done} steps; "
+                "train on, or call `settle()` first"
+            )
+        if self._average is not None:
+            self.gated.model.load_state_dict(self._average.module.state_dict())
+        if batches is not None:
+            recalibrate(self.gated.model, batches)
+        small = compact(self.gated.eval())
+        if self._driver is not None:
+            self._driver.stop()
+        _DRIVEN.pop(self.gated, None)
+        self._finished = True
+        return small
+
+    def __repr__(self) -> str:
+        goal = ", ".join(f"{name_of(cost)} at most {_percent(bound)}" for cost, bound in self.bounds.items())
+        state = "; ".join(_told(constraint, self.gated) for constraint in self.constraints)
+        masked = f"; masks until the end: {self.masked}" if self.masked else ""
+        return f"Budget({goal}: {self.phase}, step {self.done} of {self.steps}, {state}{masked})"
+
+    def _begin_average(self) -> None:
+        if self.ema is not None:
+            by = get_ema_multi_avg_fn(self.ema)
+            self._average = AveragedModel(self.gated.model, multi_avg_fn=by, use_buffers=True)
+            self._average.update_parameters(self.gated.model)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a stopped loop needs beside the states of `gated` and the optimizer: tensors and plain data."""
+        return {
+            "steps": self.steps,
+            "bounds": [name_of(cost) for cost in self.bounds],
+            "done": self.done,
+            "fixed": self.gated.fixed,
+            "units": None if self.gated.taken is None else torch.as_tensor(self.gated.taken.units),
+            "constraints": [constraint.state_dict() for constraint in self.constraints],
+            "adam": None if self._driver is None else self._driver.adam.state_dict(),
+            "average": None if self._average is None else self._average.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a stopped run. Load it first, then the states of `gated` and of the optimizer: it makes both small.
+
+        Raises:
+            ValueError: the state is of another budget; nothing is changed.
+        """
+        for key, mine in (("steps", self.steps), ("bounds", [name_of(cost) for cost in self.bounds])):
+            if state[key] != mine:
+                raise ValueError(
+                    f"`state` must be of an equal budget, got one whose `{key}` is {state[key]}, not {mine}"
+                )
+        for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
+            constraint.load_state_dict(saved)
+        self.done = state["done"]
+        if state["fixed"]:
+            _fix(self.gated)
+        if state["units"] is not None:
+            plan = shrinking.planned(self.gated, state["units"].cpu().numpy())
+            if self._driver is None:
+                self.gated.shrink(plan)
+            else:
+                shrinking.carry_out(self.gated, self.gated, plan, self._driver.optimizer, {})
+        if state["average"] is not None:
+            self._begin_average()
+            assert self._average is not None
+            self._average.load_state_dict(state["average"])
+        if self._driver is not None and state["adam"] is not None:
+            self._driver.adam.load_state_dict(state["adam"])
+
+
+def _fix(gated: Gated) -> None:
+    gated.fix()
+    if not _several_processes():  # there every rank waits for the gradient of each parameter that it began with
+        for p in gated.gates.parameters():
+            p.requires_grad_(False).grad = None  # no optimizer moves it, no decay reaches it
+
+
+def _take_out(gated: Gated, optimizer: torch.optim.Optimizer | None) -> str | None:
+    """Takes closed units out of the live network and the optimizer's state, or says why they stay."""
+    if optimizer is None:
+        return "`step()` was given no optimizer"
+    if _several_processes():
+        return "several processes hold on to the parameters"
+    plan = shrinking.propose(gated, ~gated.opens().cpu().numpy())
+    try:
+        shrinking.carry_out(gated, gated, plan, optimizer, {})
+    except ValueError as error:  # a grouped convolution, say; nothing has changed
+        return str(error)
+    return None
+
+
+def _several_processes() -> bool:
+    here = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return here and torch.distributed.get_world_size() > 1
+
+
+def _told(constraint: Constraint, gated: Gated) -> str:
+    kept = float(costs.kept(constraint.cost)(gated)) / costs.dense(constraint.cost, gated)
+    target = ", ".join(f"{100 * t:.4g} %" for t in constraint.target.tolist())
+    multiplier = ", ".join(f"{m:.3g}" for m in constraint.multiplier.tolist())
+    return f"{name_of(constraint.cost)} kept {100 * kept:.4g} %, target {target}, multiplier {multiplier}"
+
+
+def _percent(bound: float | Mapping[str, float]) -> str:
+    if isinstance(bound, Mapping):
+        return ", ".join(f"{100 * fraction:.4g} % of {pattern}" for pattern, fraction in bound.items())
+    return f"{100 * bound:.4g} %"

@@ -1,0 +1,92 @@
+"""How an optimizer's step moves gates: by Adam, with the gradient of a term added to theirs.
+
+This file knows optimizers and gradients; it does not know what the term is, nor when gates have learned enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from ellzero.gated.module import Gated
+
+
+@final
+class Driver:
+    """Takes part in every step of an optimizer: before it and after it.
+
+    Args:
+        gated: the network.
+        optimizer: of its weights and gates. It passes over the gates, which an Adam of their own moves at the rate that
+            their group has now: so a schedule, momentum and weight decay do not reach them.
+        term: what is added to the loss, or `None` where gates do not learn any more.
+        then: what follows a step.
+
+    Raises:
+        ValueError: the optimizer does not have all gates and weights.
+    """
+
+    def __init__(
+        self,
+        gated: Gated,
+        optimizer: torch.optim.Optimizer,
+        term: Callable[[], Tensor | None],
+        then: Callable[[], None],
+    ) -> None:
+        inside = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in gated.named_parameters() if p.requires_grad and id(p) not in inside]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ValueError(
+                "`optimizer` must have weights and gates, as in `torch.optim.AdamW(gated.param_groups(lr=1e-3))`, "
+                f"got one without {', '.join(missing[:3])}{more}"
+            )
+        self.optimizer, self._term, self._then = optimizer, term, then
+        self._phi: Sequence[nn.Parameter] = list(gated.gates.parameters())
+        own = inside[id(self._phi[0])]
+        alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
+        self.adam = torch.optim.Adam(self._phi, lr=own.get("initial_lr", own["lr"]), **alike)
+        self._gradients: list[Tensor | None] = []
+        before = optimizer.register_step_pre_hook(self._before)
+        self._hooks = [before, optimizer.register_step_post_hook(self._after)]
+
+    def stop(self) -> None:
+        """Leaves the optimizer alone from here on."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, _: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._take_gradients()
+            return None
+
+        def followed() -> Any:  # trainers hand the whole backward over as a closure
+            loss = closure()
+            self._take_gradients()
+            return loss
+
+        return (args[0],), {"closure": followed}
+
+    def _take_gradients(self) -> None:
+        """Adds the term's gradient to that of the gates, and keeps both from the optimizer."""
+        self._gradients = []
+        if (term := self._term()) is not None:
+            if all(p.grad is None for p in self._phi):
+                raise RuntimeError("the gates have no gradient: call `gated(x)` in the loop, not the model itself")
+            scale = vars(self.optimizer).get("grad_scale")  # of a fused optimizer, which unscales in its own kernel
+            found = [p.grad if scale is None or p.grad is None else p.grad / scale for p in self._phi]
+            extra = torch.autograd.grad(term, self._phi, allow_unused=True)
+            self._gradients = [b if a is None else a if b is None else a + b for a, b in zip(found, extra, strict=True)]
+        for p in self._phi:
+            p.grad = None  # the optimizer passes over it
+
+    def _after(self, _: torch.optim.Optimizer, __: Any, ___: Any) -> None:
+        if self._gradients:
+            for p, gradient in zip(self._phi, self._gradients, strict=True):
+                p.grad = gradient
+            self.adam.step()
+        self._then()

@@ -1,0 +1,93 @@
+"""The end of the gates' learning: what is kept is decided and folded into the weights, and the rest trains on plain.
+
+`settle` decides; `recalibrate` gathers batch-norm statistics that belong to the network as it is. This file does not
+know when gates settle, nor optimizers and loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ellzero import gates
+from ellzero.gated.module import Gated
+from ellzero.objectives.costs import Cost
+from ellzero.out.finalization import bring_within, revive
+
+Bounds = Mapping[Cost, float | Mapping[str, float]]
+
+
+@torch.no_grad()
+def settle(gated: Gated, bounds: Bounds) -> None:
+    """Ends the gates' learning: the kept cost is just within every bound, and there is no noise from here on.
+
+    Units are closed, or opened, until what is kept is within the bounds and fills them; at least one of each placement
+    is open. Gates that are open are folded into the weights. The rest of a budget would be error for nothing, and so
+    would noise in a network that is small already.
+
+    Args:
+        gated: the network; it computes nearly what it did, and is fixed (`Gated.fix`).
+        bounds: the fraction, or fractions by pattern, of each cost; without any only what is closed as a whole opens.
+    """
+    if bounds:
+        bring_within(gated, bounds, fill=True)
+    else:
+        revive(gated)
+    members = dict(gated.model.named_parameters())
+    for name, weight in gated.gated_weights(gates.values([gate for _, gate in gated.named_gates()])).items():
+        members[name].copy_(weight)
+    for _, gate in gated.named_gates():
+        gate.close_(~gate.open())  # for good: what is expected is then what is kept
+        gate.open_(gate.open(), wide=True)
+
+
+@torch.no_grad()
+def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
+    """Gathers batch-norm statistics anew, as plain means over `batches`, without noise in the gates.
+
+    Running statistics follow the network that trained. They are wrong for another one: for a gated network in
+    evaluation while its gates still are noisy in training, and for an average of parameters.
+
+    Args:
+        network: any module, a `Gated` too. Its mode stays.
+        batches: what the network is called with: a tensor, a tuple or list whose first entry is one, as a data loader
+            gives, or a dict of keyword arguments.
+
+    Raises:
+        ValueError: `batches` is empty, and there are statistics to gather. Nothing is changed.
+    """
+    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    calls = iter(batches)
+    first = next(calls, None)
+    if first is None:
+        raise ValueError("`batches` must have a batch at least, got none")
+    modes = [(module, module.training) for module in network.modules()]
+    momenta = [norm.momentum for norm in norms]
+    network.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean over all batches
+        norm.train()
+    try:
+        for batch in (first, *calls):
+            _call(network, batch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, mode in modes:
+            module.training = mode
+
+
+def _call(network: nn.Module, batch: Any) -> None:
+    device = next(network.parameters()).device
+    if isinstance(batch, Mapping):
+        network(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+    else:
+        x = batch[0] if isinstance(batch, tuple | list) else batch
+        network(x.to(device))

@@ -1,0 +1,345 @@
+"""`Budget` in loops of a user's own: each claim against the same thing done by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import ellzero as l0
+from ellzero.objectives import costs
+from ellzero.objectives.constraint import Constraint
+from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
+
+Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+ADAM: Maker = partial(torch.optim.Adam, lr=1e-2)
+SGD: Maker = partial(torch.optim.SGD, momentum=0.9, weight_decay=1e-3)
+X = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+Y = (X[:, 0] * X[:, 1] > 0).long()
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 2))
+
+
+class Normed(nn.Module):
+    """Convolutions with batch norm and a residual block, whose hidden maps can shrink."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.inner = nn.Sequential(nn.Conv2d(8, 10, 3, padding=1), nn.BatchNorm2d(10), nn.ReLU(), nn.Conv2d(10, 8, 1))
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last((h + self.inner(h)).mean((2, 3)))
+
+
+def gates_of(gated: l0.Gated) -> list[nn.Parameter]:
+    return list(gated.gates.parameters())
+
+
+def attached(**rates: Any) -> l0.Gated:
+    gated = l0.attach(mlp(), (X[:2],), gate=partial(l0.HardConcreteGate, drop_rate=0.1))
+    gated.train()
+    return gated
+
+
+def driven(make: Maker = ADAM, steps: int = 40, **options: Any) -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
+    gated = attached()
+    budget = l0.Budget(gated, **{"macs": 0.4, **options}, steps=steps)
+    optimizer = make(gated.param_groups(lr=1e-2))
+    budget.drive(optimizer)
+    return gated, budget, optimizer
+
+
+def train(gated: l0.Gated, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)  # the same noise, whoever draws it
+        optimizer.zero_grad()
+        F.cross_entropy(gated(X), Y).backward()
+        optimizer.step()
+
+
+def same(ours: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = ours.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def macs_of(network: nn.Module, x: Tensor) -> float:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(x)
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize("make", [ADAM, SGD], ids=["adam", "sgd"])
+def test_the_network_that_comes_out_is_within_its_budget(make: Maker) -> None:
+    gated, budget, optimizer = driven(make)
+    train(gated, optimizer, range(40))
+    small = budget.finish()
+    share = macs_of(small, X) / macs_of(mlp(), X)
+    assert share <= 0.4
+    assert share > 0.3  # and uses it
+    with torch.no_grad():
+        torch.testing.assert_close(small(X), gated.eval()(X))
+
+
+def test_a_driven_optimizer_does_what_the_term_in_the_loss_does() -> None:
+    gated, _, optimizer = driven(ADAM)
+    train(gated, optimizer, range(30))
+    other = attached()
+    budget = l0.Budget(other, macs=0.4, steps=40)
+    adam = ADAM(other.param_groups(lr=1e-2))
+    for step in range(30):
+        torch.manual_seed(step)
+        adam.zero_grad()
+        (F.cross_entropy(other(X), Y) + budget.term()).backward()
+        adam.step()
+        budget.step(adam)
+    assert budget.phase == "tuning"
+    assert same(gated.model, other.model)
+    assert same(gated.gates, other.gates)
+
+
+def test_gates_move_by_adam_beside_any_optimizer() -> None:
+    """By hand: SGD for the weights, Adam for the gates, and a constraint with the documented controller."""
+    gated, budget, optimizer = driven(SGD)
+    train(gated, optimizer, range(19))
+    other = attached()
+    rate = budget.gate_lr
+    dual, fall = SelfPacedAscent(20, rate), GeometricWarmup(10.0)
+    constraint = Constraint(l0.macs, 0.4, on="kept", dual=dual, warmup=fall)
+    sgd, adam = (
+        SGD([{"params": other.model.parameters(), "lr": 1e-2, "weight_decay": 0.0}]),
+        torch.optim.Adam(gates_of(other), lr=rate),
+    )
+    for step in range(19):
+        torch.manual_seed(step)
+        sgd.zero_grad(), adam.zero_grad()
+        (F.cross_entropy(other(X), Y) + constraint(other)).backward()
+        sgd.step(), adam.step()
+        constraint.ascend()
+    assert same(gated.gates, other.gates)
+    assert same(gated.model, other.model)
+    assert torch.equal(budget.constraints[0].multiplier, constraint.multiplier)
+
+
+def test_a_schedule_of_the_weights_does_not_slow_the_gates() -> None:
+    still = attached()
+    budget = l0.Budget(still, macs=0.4, steps=40)
+    adam = ADAM(still.param_groups(lr=1e-2))
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 0.0)  # before and after `drive`
+    budget.drive(adam)
+    start = [g.detach().clone() for g in gates_of(still)]
+    for step in range(3):
+        train(still, adam, range(step, step + 1))
+        schedule.step()
+    assert all(torch.equal(p, q) for p, q in zip(still.model.parameters(), mlp().parameters(), strict=True))
+    assert not any(torch.equal(p, q) for p, q in zip(gates_of(still), start, strict=True))
+
+
+def test_several_backwards_make_one_step() -> None:
+    whole, one, adam = driven()
+    parts, two, other = driven()
+    u = torch.rand(whole.liveness.size, generator=torch.Generator().manual_seed(3))
+    adam.zero_grad(), other.zero_grad()
+    F.cross_entropy(whole(X, gate_noise=u), Y).backward()
+    for half in (slice(0, 32), slice(32, 64)):
+        (F.cross_entropy(parts(X[half], gate_noise=u), Y[half]) / 2).backward()
+    adam.step(), other.step()
+    assert one.done == two.done == 1
+    for p, q in zip(gates_of(whole), gates_of(parts), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_a_closure_is_a_step_too() -> None:
+    gated, _, optimizer = driven()
+    train(gated, optimizer, range(5))
+    other, _, adam = driven()
+
+    def closure() -> Tensor:
+        adam.zero_grad()
+        loss = F.cross_entropy(other(X), Y)
+        loss.backward()
+        return loss
+
+    for step in range(5):
+        torch.manual_seed(step)
+        adam.step(closure)
+    assert same(gated, other)
+
+
+def test_a_step_that_a_scaler_leaves_out_is_left_out() -> None:
+    gated, budget, optimizer = driven()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = copy.deepcopy(gated)
+    scaler.scale(F.cross_entropy(gated(X), Y) * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert budget.done == 0
+    assert same(gated, before)
+    optimizer.zero_grad()
+    plain, _, adam = driven()
+    for network, opt, by in ((gated, optimizer, scaler), (plain, adam, None)):
+        torch.manual_seed(0)
+        loss = F.cross_entropy(network(X), Y)
+        (loss if by is None else by.scale(loss)).backward()
+        opt.step() if by is None else by.step(opt)
+    assert budget.done == 1
+    for p, q in zip(gates_of(gated), gates_of(plain), strict=True):
+        torch.testing.assert_close(p, q)  # unscaled before the term's gradient comes to it
+
+
+def test_units_leave_the_live_network_and_the_result_is_the_same() -> None:
+    results = []
+    for shrink in (True, False):
+        gated, budget, optimizer = driven(SGD, shrink=shrink)
+        train(gated, optimizer, range(40))
+        sizes = sum(p.numel() for p in gated.model.parameters())
+        results.append((sizes, budget.finish()))
+        momentum = optimizer.state[gated.model[0].weight]["momentum_buffer"]
+        assert momentum.shape == gated.model[0].weight.shape
+    (small, one), (large, other) = results
+    assert small < large
+    assert small == sum(p.numel() for p in one.parameters())
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("stop", [12, 31], ids=["learning", "tuning"])
+def test_a_stopped_loop_goes_on_bit_for_bit(stop: int, tmp_path: Any) -> None:
+    gated, budget, optimizer = driven(SGD, ema=0.9)
+    train(gated, optimizer, range(stop))
+    torch.save([budget.state_dict(), gated.state_dict(), optimizer.state_dict()], tmp_path / "stopped.pt")
+    train(gated, optimizer, range(stop, 40))
+    other, resumed, sgd = driven(SGD, ema=0.9)
+    for thing, state in zip((resumed, other, sgd), torch.load(tmp_path / "stopped.pt"), strict=True):
+        thing.load_state_dict(state)
+    train(other, sgd, range(stop, 40))
+    assert resumed.done == 40
+    assert same(budget.finish(), resumed.finish())
+
+
+def test_statistics_are_those_of_the_network_that_is_handed_over() -> None:
+    torch.manual_seed(0)
+    gated = l0.attach(Normed().train(), (torch.randn(4, 1, 8, 8),))
+    budget = l0.Budget(gated, macs=0.5, steps=6, learning=0.5)
+    optimizer = ADAM(gated.param_groups(lr=1e-2))
+    budget.drive(optimizer)
+    x = torch.randn(32, 1, 8, 8)
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(gated(x), Y[:32]).backward()
+        optimizer.step()
+    small = budget.finish([x[:16], (x[16:], Y[16:32])])
+    norm = small.first[1]
+    seen = [small.first[0](half) for half in x.split(16)]
+    torch.testing.assert_close(norm.running_mean, sum(h.mean((0, 2, 3)) for h in seen) / 2)
+    torch.testing.assert_close(norm.running_var, sum(h.transpose(0, 1).flatten(1).var(1) for h in seen) / 2)
+    assert norm.momentum == 0.1
+
+
+def test_the_average_is_handed_over() -> None:
+    gated, budget, optimizer = driven(ema=0.75)
+    train(gated, optimizer, range(20))
+    mean = gated.model[4].weight.detach().clone()
+    for step in range(20, 40):
+        train(gated, optimizer, range(step, step + 1))
+        mean = 0.75 * mean + 0.25 * gated.model[4].weight.detach()
+    torch.testing.assert_close(budget.finish()[4].weight.detach(), mean)
+
+
+def test_several_costs_and_one_of_your_own() -> None:
+    def width(gated: l0.Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
+        return costs.units(gated, kept=kept, only=only) ** 1.0
+
+    gated, budget, optimizer = driven(params=0.5, at_most={width: 0.6}, macs={"0": 0.9, "2": 0.3})
+    train(gated, optimizer, range(40))
+    assert float(l0.params(gated, kept=True)) <= 0.5 * l0.dense(l0.params, gated)
+    assert float(width(gated, kept=True)) <= 0.6 * l0.dense(width, gated)
+    assert float(l0.macs(gated, kept=True, only="2")) <= 0.3 * 16 * 12
+    budget.finish()
+
+
+def test_steps_beyond_the_last_train_the_small_network_on() -> None:
+    gated, budget, optimizer = driven(steps=10)
+    train(gated, optimizer, range(14))
+    assert (budget.done, budget.phase) == (14, "tuning")
+    assert "step 14 of 10" in str(budget)
+    budget.finish()
+    assert budget.phase == "finished"
+
+
+def test_masks_until_the_end_say_why() -> None:
+    gated = attached()
+    budget = l0.Budget(gated, macs=0.4, steps=4)
+    adam = ADAM(gated.param_groups(lr=1e-2))
+    for _ in range(4):
+        adam.zero_grad()
+        (F.cross_entropy(gated(X), Y) + budget.term()).backward()
+        adam.step()
+        budget.step()
+    assert float(budget.term()) == 0
+    assert "masks until the end: `step()` was given no optimizer" in str(budget)
+    assert macs_of(budget.finish(), X) <= 0.4 * macs_of(mlp(), X)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "`steps` must be a positive integer, got 0"),
+        ({"macs": None}, "must say what the network may cost"),
+        ({"macs": 1.5}, "`at_most` is a fraction of the dense cost"),
+        ({"macs": 1e-3}, "must be at least"),
+        ({"learning": 0.0}, "`learning` must be a share"),
+        ({"gate_lr": "x"}, "`gate_lr` must be a positive number"),
+        ({"ema": 1.0}, "`ema` must be a decay"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        l0.Budget(attached(), **{"macs": 0.4, "steps": 10, **options})
+
+
+def test_mistakes_in_the_loop_are_told_where_they_happen() -> None:
+    gated = attached()
+    with pytest.raises(TypeError, match="must be what `attach` returned"):
+        l0.Budget(gated.model, macs=0.4, steps=10)  # type: ignore[arg-type]
+    budget = l0.Budget(gated, macs=0.4, steps=10)
+    with pytest.raises(ValueError, match="must have one budget, got a second"):
+        l0.Budget(gated, params=0.4, steps=10)
+    with pytest.raises(ValueError, match=r"must have weights and gates.*got one without gates"):
+        budget.drive(ADAM([{"params": gated.model.parameters()}]))
+    with pytest.raises(ValueError, match=r"got one without model\.0\.weight, model\.0\.bias, model\.2\.weight and 3"):
+        budget.drive(ADAM([{"params": gated.gates.parameters()}]))
+    optimizer = ADAM(gated.param_groups(lr=1e-2))
+    budget.drive(optimizer)
+    with pytest.raises(ValueError, match="must be driven once"):
+        budget.drive(optimizer)
+    with pytest.raises(RuntimeError, match="in step 5, got 0 steps"):
+        budget.finish()
+    F.cross_entropy(gated.model(X), Y).backward()
+    with pytest.raises(RuntimeError, match=r"call `gated\(x\)` in the loop, not the model itself"):
+        optimizer.step()
+    state = budget.state_dict()
+    with pytest.raises(ValueError, match="whose `steps` is 10, not 20"):
+        l0.Budget(attached(), macs=0.4, steps=20).load_state_dict(state)
+
+
+def test_gates_that_are_fixed_stay_so_in_training_mode() -> None:
+    gated = attached().fix()
+    gated.train()
+    with torch.no_grad():
+        assert torch.equal(gated(X), gated(X))
+        assert torch.equal(gated(X), gated.eval()(X))
+        gated.fix(False).train()
+        assert not torch.equal(gated(X), gated(X))
