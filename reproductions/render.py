@@ -44,6 +44,7 @@ FIGURES = {
     "control-40": "control-40/figures/control",
     "control-200": "control-200/figures/control",
     "wrn-cifar10": "wrn-cifar10/figures/wrn-cifar10",
+    "wrn-cifar100": "wrn-cifar100/figures/wrn-cifar100",
 }
 
 
