@@ -6,7 +6,6 @@ import re
 import shutil
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ellzero.gates.distributions import HardConcrete
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.objectives.latency import interleaved
 from ellzero.out.files import FileError
-from ellzero.page import charts, facts, looking, page_file, run_figures, run_page, write
+from ellzero.page import charts, drawing, facts, page_file, run_figures, run_page, write
 from ellzero.page import run as making
 from support.finished import copied
 from support.finished import finished as trained
@@ -57,7 +56,18 @@ def test_json_in_a_script_comes_back_and_ends_nothing() -> None:
     assert json.loads(text) == content
     assert text.isascii()
     assert not set("<>&") & set(text)
+    assert charts.script_json("</script><!--") == '"\\u003c/script\\u003e\\u003c!--"'
     assert json.loads(charts.script_json([math.inf, 0.5, (0, 1, 2), math.nan])) == [None, 0.5, [0, 1, 2], None]
+
+
+def test_text_for_plotly_has_no_tags_and_templates() -> None:
+    assert charts.escaped("<b>%{x} & y") == "&lt;b&gt;% {x} &amp; y"
+
+
+def test_a_charts_json_is_its_traces_and_layout() -> None:
+    curve = {"x": [1, 2], "y": [0.3, math.nan]}
+    chart = charts.Chart("loss", "Loss", "Loss over epochs, in nats.", "Falls.", [curve], height=9, hovermode="closest")
+    assert chart.json() == '{"data": [{"x": [1, 2], "y": [0.3, null]}], "layout": {"hovermode": "closest"}}'
 
 
 def test_packed_bytes_come_back() -> None:
@@ -163,11 +173,28 @@ def test_missing_packages_are_named(
 
 def test_numbers_in_words() -> None:
     assert [charts.number(None), charts.number(math.nan), charts.number(12.3456, 2)] == ["–", "–", "12.35"]
+    assert [charts.number(266610), charts.number(1234.56, 1)] == ["266,610", "1,234.6"]
+    assert [charts.percent(0.0999), charts.percent(None)] == ["9.99 %", "–"]
+    assert [charts.share(1, 8), charts.share(None, 8), charts.share(0, 0)] == ["12.50 %", "–", "–"]
+    assert [charts.plus_minus((0.5, 0.125), 100), charts.plus_minus((2.0, math.nan))] == ["50.00 ± 12.50 %", "2.00 %"]
     assert [charts.seconds(v) for v in (2e-5, 0.25, 59.94, 3599)] == ["20 µs", "250 ms", "59.9 s", "59 min 59 s"]
+    assert [charts.seconds(v) for v in (0.00123, 3.2, 754, 4000, None)] == [
+        "1.23 ms", "3.2 s", "12 min 34 s", "1 h 06 min", "–",
+    ]  # fmt: skip
     assert [charts.size(v) for v in (999, 1000, 999_949, 1_000_000)] == ["999 B", "1.0 kB", "999.9 kB", "1.00 MB"]
+    assert [charts.size(v) for v in (900, 113516, 1247280, None)] == ["900 B", "113.5 kB", "1.25 MB", "–"]
 
 
 # ---------------------------------------------------------------- the network
+
+
+def test_tiles_lie_beside_each_other_with_gaps() -> None:
+    tiles = np.arange(1.0, 13).reshape(3, 2, 2)
+    picture, corners = drawing._montage(tiles, 2)
+    assert corners == [(0, 0), (0, 3), (3, 0)]
+    gap = np.full((2, 1), np.nan)
+    above, below = np.hstack([tiles[0], gap, tiles[1]]), np.hstack([tiles[2], np.full((2, 3), np.nan)])
+    assert np.array_equal(picture, np.vstack([above, np.full((1, 5), np.nan), below]), equal_nan=True)
 
 
 def lenet(kind: type[nn.Module], **closed: list[int]) -> Gated:
@@ -182,7 +209,7 @@ def lenet(kind: type[nn.Module], **closed: list[int]) -> Gated:
 
 def test_columns_go_through_the_network_and_are_those_of_the_compact_one() -> None:
     gated = lenet(zoo.LeNet5, conv1=[0, 3], conv2=list(range(30)), fc1=[799], fc2=[0, 1, 2])
-    seen = looking.look(gated)
+    seen = facts.look(gated)
     assert [c.name for c in seen.columns] == ["conv1.input", "conv1", "conv2", "fc1 inputs", "fc1", "fc2"]
     net: Any = ellzero.compact(gated)
     reads = net.fc1.weight.shape[1]
@@ -192,14 +219,14 @@ def test_columns_go_through_the_network_and_are_those_of_the_compact_one() -> No
     assert seen.report is not None
     assert (seen.parameters, seen.report.params.kept) == (431_080, sum(p.numel() for p in net.parameters()))
     pixels = lenet(zoo.LeNet300, fc1=list(range(100)), fc2=[5])
-    columns = [(c.name, c.dense, c.kept) for c in looking.look(pixels).columns]
+    columns = [(c.name, c.dense, c.kept) for c in facts.look(pixels).columns]
     assert columns == [("fc1.input", 784, 684), ("fc1", 300, 299), ("fc2", 100, 100), ("fc3", 10, 10)]
 
 
 def test_input_gates_are_drawn_where_their_pixels_are() -> None:
     closed = [28 * row + column for row in range(4) for column in range(10, 20)]
     gated = lenet(zoo.LeNet300, fc1=closed)
-    seen = looking.look(gated, shape=(1, 28, 28))
+    seen = facts.look(gated, shape=(1, 28, 28))
     assert seen.gate_map is not None
     expected = np.ones((28, 28), bool)
     expected[:4, 10:20] = False
@@ -208,7 +235,7 @@ def test_input_gates_are_drawn_where_their_pixels_are() -> None:
     gate = dict(gated.named_gates())["fc1"]
     assert np.allclose(seen.gate_map.tiles.ravel(), gate.prob_open().detach().numpy())
     # Not where the gates are those of something else.
-    assert looking.look(lenet(zoo.LeNet5), shape=(1, 28, 28)).gate_map is None
+    assert facts.look(lenet(zoo.LeNet5), shape=(1, 28, 28)).gate_map is None
 
 
 def test_filters_are_those_that_are_left_the_largest_first() -> None:
@@ -217,7 +244,7 @@ def test_filters_are_those_that_are_left_the_largest_first() -> None:
     with torch.no_grad():
         for n, factor in ((2, 1.0), (7, 9.0), (11, 3.0)):
             weight[n] = factor * torch.linspace(-1, 1, 25).reshape(1, 5, 5)
-    seen = looking.look(gated, shape=(1, 28, 28))
+    seen = facts.look(gated, shape=(1, 28, 28))
     assert seen.filters is not None
     assert seen.filters.names == ["7", "11", "2"]
     assert np.allclose(seen.filters.tiles, weight[[7, 11, 2], 0].detach().numpy())
@@ -228,7 +255,7 @@ def test_filters_of_a_perceptron_have_the_inputs_gates_in_them() -> None:
     gated = lenet(zoo.LeNet300, fc1=list(range(392)), fc2=list(range(290)))
     value = dict(gated.named_gates())["fc1"].value().detach()
     weight = gated.model.get_parameter("fc1.weight").detach() * value
-    seen = looking.look(gated, shape=(1, 28, 28)).filters
+    seen = facts.look(gated, shape=(1, 28, 28)).filters
     assert seen is not None
     order = sorted(range(290, 300), key=lambda n: -float(weight[n].norm()))
     assert seen.names == [str(n) for n in order]
@@ -240,14 +267,14 @@ def test_a_network_without_images_has_no_pictures() -> None:
     net = nn.Sequential(nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3))
     gated = ellzero.attach(net, (torch.zeros(2, 12),))
     for shape in (None, (1, 28, 28), (12,)):
-        seen = looking.look(gated, shape=shape)
+        seen = facts.look(gated, shape=shape)
         assert (seen.gate_map, seen.filters) == (None, None)
         assert [c.name for c in seen.columns] == ["0.input", "0", "2"]
-    assert looking.look(nn.Sequential(nn.ReLU()), shape=(1, 28, 28)).filters is None
+    assert facts.look(nn.Sequential(nn.ReLU()), shape=(1, 28, 28)).filters is None
 
 
 def test_a_layer_with_nothing_left_is_told() -> None:
-    seen = looking.look(lenet(zoo.LeNet300, fc2=list(range(300))), shape=(1, 28, 28))
+    seen = facts.look(lenet(zoo.LeNet300, fc2=list(range(300))), shape=(1, 28, 28))
     assert seen.report is not None
     assert seen.report.refusal is not None
 
@@ -256,7 +283,7 @@ def test_the_spread_of_gates_is_that_of_samples() -> None:
     gate = HardConcreteGate(4)
     with torch.no_grad():
         gate.log_alpha.copy_(torch.tensor([-4.0, -1.0, 0.5, 6.0]))
-    seen = looking.spread("a", gate)
+    seen = facts.spread("a", gate)
     values = gate.value().tolist()
     assert seen.kept[0] == sum(v == 0 for v in values) / 4
     assert seen.kept[-1] == sum(v == 1 for v in values) / 4
@@ -279,7 +306,7 @@ def test_the_spread_of_gates_is_that_of_samples() -> None:
 )
 def test_the_dropout_line(kind: type[nn.Module], rates: dict[str, float], share: float) -> None:
     recipe = small(drop_rates=rates)
-    assert looking.look(lenet(kind), recipe).dropout == pytest.approx(share, rel=1e-5, abs=2e-6)  # sums in float32
+    assert facts.look(lenet(kind), recipe).dropout == pytest.approx(share, rel=1e-5, abs=2e-6)  # sums in float32
 
 
 # ---------------------------------------------------------------- over time
@@ -663,7 +690,7 @@ def test_figures_need_matplotlib(finished: Path, tmp_path: Path, monkeypatch: py
 
 def test_a_network_without_images_has_a_page(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3))
-    seen = looking.look(ellzero.attach(net, (torch.zeros(2, 12),)))
+    seen = facts.look(ellzero.attach(net, (torch.zeros(2, 12),)))
     found = embedded(run_page(Folder.open(finished), seen=seen))
     assert "network" in found
     assert not {"input-gates", "filters"} & found.keys()
@@ -671,11 +698,9 @@ def test_a_network_without_images_has_a_page(finished: Path, monkeypatch: pytest
 
 def test_many_placements_are_folded_away(finished: Path) -> None:
     run = facts.gather(Folder.open(finished))
-    assert run.look is not None
     spread = run.look.spreads[0]
-    many = replace(
-        run, look=replace(run.look, spreads=[replace(spread, name=f"layer {k}") for k in range(9)]), strips=[]
-    )
+    spreads = [spread._replace(name=f"layer {k}") for k in range(9)]
+    many = run._replace(look=run.look._replace(spreads=spreads), strips=[])
     page = charts.render("run.html.j2", **making._values(many), live=False)
     assert "3 more placements" in page
     assert len([n for n in embedded(page) if n.startswith("histogram")]) == 9

@@ -1,9 +1,7 @@
 """The look of every page: charts with captions, colours for light and dark, and one file with all that it needs.
 
-A `Chart` is data in Plotly's words, a caption and a text alternative; `render` fills a template in `templates/` with
-charts and values, and gives HTML that asks the network for nothing: Plotly's script is in it. Whatever comes from a
-recipe, a file or a history is escaped. Plotly and jinja2 are an extra (`ellzero[page]`) and are imported when a page is
-made. What the charts show, this file does not know.
+`render` fills a template of `templates/`; its HTML asks the network for nothing, and escapes what comes from files.
+Plotly and jinja2 (`ellzero[page]`) are imported when a page is made. What the charts show is not known here.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import platform
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, final
@@ -56,76 +53,50 @@ class PageMissingError(ImportError):
         super().__init__(f"`{missing}` must be installed to make pages: pip install 'ellzero[page]'")
 
 
+def _missing() -> str | None:
+    return next((name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None), None)
+
+
 def can_make() -> bool:
     """Whether Plotly and jinja2 are installed."""
     return _missing() is None
 
 
-def _missing() -> str | None:
-    return next((name for name in ("plotly", "jinja2") if importlib.util.find_spec(name) is None), None)
-
-
-# ---------------------------------------------------------------- one chart
-
-
 @final
-@dataclass(frozen=True)
 class Chart:
-    """A chart with its caption.
+    """A chart with its words: what one sees, in which unit, and whether numbers are expected or kept.
 
-    Args:
-        name: what it is called in the page; lower-case letters, digits and "-", and only once.
-        title: above it.
-        caption: below it: what one sees, in which unit, and whether numbers are expected or kept.
-        alternative: the same in a sentence or two with the numbers that matter, for those who do not see it.
-        traces: as Plotly has them, plain data; a colour may be "@blue" and so on, which depends on the theme, and a
-            colour scale "@heat" or "@diverging".
-        layout: as Plotly has it; what it does not say comes from the theme.
-        height: in pixels.
-        wide: whether it takes the whole width of a wide window.
-
-    Raises:
-        ValueError: the name is no name, or the title, the caption or the alternative is empty.
-
-    Example:
-        >>> chart = Chart(
-        ...     "loss", "Loss", "Loss over epochs, in nats.", "Falls to 0.1.", [{"x": [1, 2], "y": [0.3, 0.1]}]
-        ... )
-        >>> print(chart.json())
-        {"data": [{"x": [1, 2], "y": [0.3, 0.1]}], "layout": {}}
+    Traces and layout are plain data in Plotly's words. A colour may be "@blue" and so on, a colour scale "@heat" or
+    "@diverging": they depend on the theme, from which comes also what the layout does not say.
     """
 
-    name: str
-    title: str
-    caption: str
-    alternative: str
-    traces: Sequence[Mapping[str, Any]]
-    layout: Mapping[str, Any] = field(default_factory=dict)
-    height: int = 320
-    wide: bool = False
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", self.name):
-            raise ValueError(f"`name` must be lower-case letters, digits and '-', got {self.name!r}")
-        for what in ("title", "caption", "alternative"):
-            if not getattr(self, what).strip():
-                raise ValueError(f"`{what}` of the chart {self.name!r} must say something, got nothing")
+    def __init__(
+        self,
+        name: str,  # in the page, and only once: lower-case letters, digits and "-"
+        title: str,
+        caption: str,
+        alternative: str,  # the caption with the numbers that matter, for those who do not see the chart
+        traces: Sequence[Mapping[str, Any]],
+        *,
+        height: int = 320,  # in pixels
+        wide: bool = False,  # takes the whole width of a wide window
+        **layout: Any,
+    ) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            raise ValueError(f"`name` must be lower-case letters, digits and '-', got {name!r}")
+        for what, words in (("title", title), ("caption", caption), ("alternative", alternative)):
+            if not words.strip():
+                raise ValueError(f"`{what}` of the chart {name!r} must say something, got nothing")
+        self.name, self.title, self.caption, self.alternative = name, title, caption, alternative
+        self.traces, self.layout, self.height, self.wide = list(traces), layout, height, wide
 
     def json(self) -> str:
         """Traces and layout for the page's script, safe inside of `<script>`."""
-        return script_json({"data": list(self.traces), "layout": dict(self.layout)})
+        return script_json({"data": self.traces, "layout": self.layout})
 
 
 def script_json(content: Any) -> str:
-    r"""Plain data as JSON that can stand inside of `<script>`: nothing in it ends the element or begins a comment.
-
-    Args:
-        content: plain data; NaN and infinity become null.
-
-    Example:
-        >>> script_json({"name": "</script><!--", "value": math.nan})
-        '{"name": "\\u003c/script\\u003e\\u003c!--", "value": null}'
-    """
+    """Plain data as JSON that can stand inside of `<script>`: nothing in it ends the element or begins a comment."""
     text = json.dumps(records.plain(content), allow_nan=False)  # ASCII, so U+2028 and its like are escaped too
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -133,23 +104,13 @@ def script_json(content: Any) -> str:
 
 
 def packed(values: npt.NDArray[np.uint8]) -> dict[str, str]:
-    """Bytes for a trace, as Plotly's script reads them: a tenth of the length of a list of numbers.
-
-    Example:
-        >>> packed(np.zeros((2, 3), np.uint8))
-        {'dtype': 'u1', 'bdata': 'AAAAAAAA', 'shape': '2, 3'}
-    """
+    """Bytes for a trace, as Plotly's script reads them: a tenth of the length of a list of numbers."""
     shape = ", ".join(map(str, values.shape))
     return {"dtype": "u1", "bdata": b64encode(np.ascontiguousarray(values).tobytes()).decode(), "shape": shape}
 
 
 def escaped(text: str) -> str:
-    """Text for a trace or a label, to be read as it is: Plotly knows some tags and templates.
-
-    Example:
-        >>> escaped("<b>%{x}")
-        '&lt;b&gt;% {x}'
-    """
+    """Text for a trace or a label, to be read as it is: Plotly knows some tags and templates."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("%{", "% {")
 
 
@@ -171,21 +132,10 @@ def dots(x: Iterable[Any], y: Iterable[Any], name: str, marker: Mapping[str, Any
     return {"type": "scatter", "mode": "markers", "x": list(x), "y": list(y), "name": name, "marker": marker} | more
 
 
-# ---------------------------------------------------------------- a page
-
-
 def render(template: str, **values: Any) -> str:
-    """A page from a template that extends `base.html.j2`.
+    """A page, complete in itself, from a template that extends `base.html.j2`; `{{ figure(chart) }}` shows a chart.
 
-    Args:
-        template: a file of `templates/`.
-        values: what the template asks for; charts are put into it by `{{ figure(chart) }}`.
-
-    Returns:
-        HTML, complete in itself.
-
-    Raises:
-        PageMissingError: Plotly or jinja2 is not installed.
+    A PageMissingError says that Plotly or jinja2 is not installed.
     """
     shared = {
         "themes": script_json({"light": LIGHT, "dark": DARK}),
@@ -207,11 +157,7 @@ def _template(name: str) -> Any:
 
 
 def write(text: str, path: Path) -> Path:
-    """Writes a page, all of it or nothing, into a folder that is made if need be; gives the file back.
-
-    Raises:
-        FileError: it cannot be written.
-    """
+    """Writes a page, all of it or nothing (FileError), into a folder that is made if need be; gives the file back."""
     with writing(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
@@ -232,59 +178,31 @@ def _plotly() -> str:
 def _environment() -> Any:
     import jinja2
 
-    made = jinja2.Environment(
-        loader=jinja2.PackageLoader("ellzero.page"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader, undefined = jinja2.PackageLoader("ellzero.page"), jinja2.StrictUndefined
+    made = jinja2.Environment(loader=loader, autoescape=True, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
     macros: Any = made.get_template("figure.html.j2").module
     made.globals["figure"] = macros.figure
-    made.filters |= {"number": number, "percent": percent, "seconds": seconds, "share": share, "size": size}
+    made.filters |= {f.__name__: f for f in (number, percent, plus_minus, seconds, share, size)}
     return made
 
 
-# ---------------------------------------------------------------- numbers in words
-
-
 def number(value: float | None, digits: int = 0) -> str:
-    """A number with commas, or a dash.
-
-    Example:
-        >>> number(266610), number(1234.56, 1), number(None)
-        ('266,610', '1,234.6', '–')
-    """
+    """A number with commas, or a dash."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:
-    """A fraction in percent, or a dash.
-
-    Example:
-        >>> percent(0.0999), percent(None)
-        ('9.99 %', '–')
-    """
+    """A fraction in percent, or a dash."""
     return "–" if fraction is None or not math.isfinite(fraction) else f"{100 * fraction:.{digits}f} %"
 
 
 def share(part: float | None, whole: float) -> str:
-    """A part of a whole in percent, or a dash.
-
-    Example:
-        >>> share(1, 8), share(None, 8), share(0, 0)
-        ('12.50 %', '–', '–')
-    """
+    """A part of a whole in percent, or a dash."""
     return percent(None if part is None or not whole else part / whole)
 
 
 def seconds(value: float | None) -> str:
-    """A time with its unit.
-
-    Example:
-        >>> seconds(0.00123), seconds(3.2), seconds(754), seconds(4000), seconds(None)
-        ('1.23 ms', '3.2 s', '12 min 34 s', '1 h 06 min', '–')
-    """
+    """A time with its unit, or a dash."""
     if value is None or not math.isfinite(value):
         return "–"
     for limit, factor, unit in ((1e-3, 1e6, "µs"), (1, 1e3, "ms"), (60, 1, "s")):
@@ -295,12 +213,13 @@ def seconds(value: float | None) -> str:
 
 
 def size(count: int | None) -> str:
-    """Bytes with a unit.
-
-    Example:
-        >>> size(900), size(113516), size(1247280), size(None)
-        ('900 B', '113.5 kB', '1.25 MB', '–')
-    """
+    """Bytes with a unit, or a dash."""
     if count is None:
         return "–"
     return f"{count} B" if count < 1000 else f"{count / 1e3:.1f} kB" if count < 1e6 else f"{count / 1e6:.2f} MB"
+
+
+def plus_minus(interval: tuple[float, float], times: float = 1) -> str:
+    """A mean in percent with half its interval, where there is one."""
+    mean, half = (times * value for value in interval)
+    return f"{mean:.2f} %" if math.isnan(half) else f"{mean:.2f} ± {half:.2f} %"

@@ -1,7 +1,6 @@
 """Finds finished runs in folders: single runs, stacks, sweeps, reproductions, their records, and folders above them.
 
-`collect` gives them as plain data. What is no finished run is noted with a reason. How a run was trained, and what is
-made of many, is not known here.
+What is no finished run is noted with a reason. How a run was trained, and what is made of many, is not known here.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 from ellzero.experiments import networks, sweep
 from ellzero.experiments.campaign import CampaignError, diverged, in_words
@@ -28,43 +26,24 @@ _DAMAGE = (FolderError, ValueError, KeyError, TypeError, AttributeError)  # what
 
 
 def page_file(folder: Folder, index: int = 0) -> Path:
-    """Where the page of a run is: page.html in its folder, with the number of the run in a stack.
-
-    Args:
-        folder: of the run.
-        index: which run of a stack, from 0.
-    """
+    """Where the page of a run is: page.html in its folder, with the number of the run (from 0) in a stack."""
     return folder.path / ("page.html" if len(folder.recipes) == 1 else f"page-{index}.html")
 
 
-@final
-@dataclass(frozen=True)
-class Finished:
-    """A finished run.
+class Finished(NamedTuple):
+    """A finished run."""
 
-    Args:
-        recipe: its recipe, with its seed.
-        name: of the recipe; of a sweep's run, that of the recipe that the sweep begins with.
-        where: the folder or file that it was found in.
-        errors: in percent, by their names in `ERRORS`.
-        kept: fractions of the dense cost that the compact network has, by their names in `COSTS`.
-        expected: the same as expectations over the gates.
-        dense: what the dense network costs; empty for a run without gates, which does not store it.
-        architecture: units kept by placement; empty for a run without gates.
-        page: its own page, if there is one.
-        varied: of a sweep's run, the fields that vary in the sweep with their values.
-    """
-
-    recipe: Recipe
-    name: str
-    where: Path
-    errors: dict[str, float]
-    kept: dict[Cost, float]
-    expected: dict[Cost, float]
-    dense: dict[Cost, float]
-    architecture: dict[str, int]
-    page: Path | None = None
-    varied: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Recipe  # with its seed
+    name: str  # of the recipe; of a sweep's run, that of the recipe that the sweep begins with
+    where: Path  # the folder or file that it was found in
+    errors: dict[str, float]  # in percent, by their names in `ERRORS`
+    kept: dict[Cost, float]  # fractions of the dense cost that the compact network has
+    expected: dict[Cost, float]  # the same as expectations over the gates
+    dense: dict[Cost, float]  # what the dense network costs; empty for a run without gates, which does not store it
+    architecture: dict[str, int]  # units kept by placement; empty for a run without gates
+    page: Path | None = None  # its own, if there is one
+    varied: Mapping[str, Any] = {}  # of a sweep's run, the fields that vary in it
+    link: str = ""  # to its page, from the page that compares it
 
     @property
     def emptied(self) -> bool:
@@ -72,9 +51,7 @@ class Finished:
         return 0 in self.architecture.values() and not networks.find(self.recipe.network).residual
 
 
-@final
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     """Something that is no finished run: where it is, and why."""
 
     where: Path
@@ -82,19 +59,15 @@ class Note:
 
 
 def collect(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Finished], list[Note]]:
-    """The finished runs in some folders, and what else was found there.
+    """The finished runs in some folders, in the order in which they were found, and notes of what else is there.
 
-    Args:
-        paths: folders of runs, stacks, sweeps and reproductions, folders above such ones, and records of a reproduction
-            (`RECIPE.json`). What is in two of them counts once.
-
-    Returns:
-        The runs, in the order in which they were found, and a note for each one that is not finished, for each folder
-        that is damaged or holds no run, and for the runs of a sweep or a reproduction that were not begun.
+    Paths are those of runs, stacks, sweeps and reproductions, of folders above such ones, and of records of a
+    reproduction (`RECIPE.json`); what is in two of them counts once. Noted are runs that are not finished, folders that
+    are damaged or hold no run, and runs of a sweep or a reproduction that were not begun.
     """
     search = _Search()
     for path in paths:
-        search.look(Path(path), 0)
+        search.look(Path(path))
     return search.runs, search.notes
 
 
@@ -116,8 +89,8 @@ class _Search:
     def note(self, where: Path, why: object) -> None:
         self.notes.append(Note(where, str(why)))
 
-    def look(self, path: Path, depth: int) -> bool:
-        """Takes what is at a path; whether there was anything to take or to note."""
+    def look(self, path: Path, depth: int = 0, names: Mapping[str, _Name] = {}) -> bool:
+        """Takes what is at a path; whether there was anything to take or to note. Runs may have names, by digest."""
         try:
             real = path.resolve()
             if real in self.seen:
@@ -126,27 +99,25 @@ class _Search:
             if not path.exists():
                 self.note(path, "there is nothing of this name")
             elif path.is_file():
-                self.take_records([path])
+                self.records([path], set())
             elif (path / "run.json").exists():
-                self.folder(path, {})
+                self.seen[real] = self.folder(path, names)
             elif (path / "sweep.json").exists():
-                self.sweep(path)
+                self.campaign(path, [])
             elif (path / "study.json").exists() or _records(path):
-                self.reproduction(path)
+                self.campaign(path, _records(path))
             else:
-                return self.below(path, depth)
+                homes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+                found = [self.look(home, depth + 1) for home in homes] if depth < DEEP else []
+                if depth == 0 and not any(found):
+                    files = "`run.json`, `sweep.json` or `study.json`"
+                    self.note(path, f"it holds no run: there is no {files} in it or below it")
+                return any(found)
         except (OSError, RuntimeError) as error:  # of resolve(), for a loop of links, in older Pythons
             self.note(path, f"it cannot be read: {getattr(error, 'strerror', None) or error}")
         return True
 
-    def below(self, path: Path, depth: int) -> bool:
-        homes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
-        found = [self.look(home, depth + 1) for home in homes] if depth < DEEP else []
-        if depth == 0 and not any(found):
-            self.note(path, "it holds no run: there is no `run.json`, `sweep.json` or `study.json` in it or below it")
-        return any(found)
-
-    def folder(self, path: Path, wanted: Mapping[str, _Name]) -> list[str]:
+    def folder(self, path: Path, names: Mapping[str, _Name]) -> list[str]:
         """A run or a stack; the digests of its recipes."""
         try:
             folder = Folder.open(path)
@@ -154,80 +125,80 @@ class _Search:
         except FolderError as error:
             self.note(path, error)
             return []
-        digests = self.seen[path.resolve()] = [recipe.digest() for recipe in folder.recipes]
+        digests = [recipe.digest() for recipe in folder.recipes]
         if results is None:
             self.note(path, _unfinished(folder))
-            return digests
-        for index, (recipe, digest, result) in enumerate(zip(folder.recipes, digests, results, strict=True)):
+        for index, (recipe, digest, result) in enumerate(zip(folder.recipes, digests, results or (), strict=False)):
             page = page_file(folder, index)
-            name = wanted.get(digest, (recipe.name, {}))
-            self.take(recipe, name, path, result, page if page.is_file() else None)
+            self.take(recipe, names.get(digest, (recipe.name, {})), path, result, page if page.is_file() else None)
         return digests
 
-    def take(self, recipe: Recipe, name: _Name, where: Path, result: Any, page: Path | None) -> None:
+    def take(self, recipe: Recipe, name: _Name, where: Path, result: Any, page: Path | None = None) -> None:
+        """A run, from an entry of results.json or of a record's seeds."""
         try:
-            self.runs.append(_finished(recipe, name, where, result, page))
+            errors = {error: _number(result[error], error, 100.0) for error in ERRORS}
+            kept = expected = dict.fromkeys(COSTS, 1.0)  # a run without gates stores no costs
+            dense: dict[Cost, float] = {}
+            if recipe.placement is not None:
+                kinds = (("kept", 1.0), ("expected", 1.0), ("dense", math.inf))
+                costs = result["costs"]
+                kept, expected, dense = (
+                    {c: _number(costs[c][k], f"{k} {c}", most) for c in COSTS} for k, most in kinds
+                )
+            units = {str(key): int(units) for key, units in result.get("architecture", {}).items()}
+            self.runs.append(Finished(recipe, name[0], where, errors, kept, expected, dense, units, page, name[1]))
         except _DAMAGE as error:
             self.note(where, f"the results of {label(*name)}, seed {recipe.seed}, are damaged: {_said(error)}")
 
-    def sweep(self, path: Path) -> None:
-        wanted: dict[str, _Name] = {}
-        try:
-            grid, _ = sweep.stored(path)
-            for point in grid.points:
-                for seed in range(grid.seeds):
-                    digest = point.recipe.override(seed=point.recipe.seed + seed).digest()
-                    wanted[digest] = grid.recipe.name, point.values
-        except CampaignError as error:
-            self.note(path, error)
-        self.stacks(path, wanted, [])
-
-    def reproduction(self, path: Path) -> None:
-        wanted: dict[str, _Name] = {}
-        file = path / "study.json"
-        if file.exists():
-            try:
-                settings = records.read(file)["settings"]
-                for values in settings["recipes"]:
-                    recipe = Recipe.from_dict(values)
-                    wanted |= {recipe.override(seed=s).digest(): (recipe.name, {}) for s in range(settings["seeds"])}
-                if not wanted:
-                    self.note(path, "it is a study that trains nothing")
-            except _DAMAGE as error:
-                self.note(file, f"it is damaged: {_said(error)}")
-        self.stacks(path, wanted, _records(path))
-
-    def stacks(self, path: Path, wanted: Mapping[str, _Name], records: Sequence[Path]) -> None:
+    def campaign(self, path: Path, files: Sequence[Path]) -> None:
         """The stacks of a sweep or a reproduction, then what only its records have, then what is missing."""
-        home = path / "stacks"
-        there: set[str] = set()
+        names, home, there = self.asked(path), path / "stacks", set[str]()
         for stack in sorted(home.iterdir()) if home.is_dir() else []:
             if (stack / "run.json").exists():
-                real = stack.resolve()
-                there.update(self.seen[real] if real in self.seen else self.folder(stack, wanted))
-        there.update(self.take_records(records, there))
-        left = [label(*name) for digest, name in wanted.items() if digest not in there]
+                self.look(stack, names=names)
+                there.update(self.seen[stack.resolve()])
+        self.records(files, there)
+        left = [label(*name) for digest, name in names.items() if digest not in there]
         if left:
-            names = list(dict.fromkeys(left))
-            words = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            self.note(path, f"{len(left)} of {len(wanted)} runs were not begun, or their folder is damaged: {words}")
+            some = list(dict.fromkeys(left))
+            words = ", ".join(some[:5]) + (f" and {len(some) - 5} more" if len(some) > 5 else "")
+            self.note(path, f"{len(left)} of {len(names)} runs were not begun, or their folder is damaged: {words}")
 
-    def take_records(self, files: Sequence[Path], there: Iterable[str] = ()) -> list[str]:
-        """The runs in records of a reproduction that are not there already; their digests."""
-        known, taken = set(there), []
+    def asked(self, path: Path) -> dict[str, _Name]:
+        """The runs that a sweep or a reproduction was asked for, by digest."""
+        file = path / "study.json"
+        try:
+            if (path / "sweep.json").exists():
+                grid, _ = sweep.stored(path)
+                return {r.digest(): (grid.recipe.name, point.values) for point in grid.points for r in grid.of(point)}
+            if file.exists():
+                settings = records.read(file)["settings"]
+                recipes, seeds = [Recipe.from_dict(values) for values in settings["recipes"]], range(settings["seeds"])
+                if not recipes:
+                    self.note(path, "it is a study that trains nothing")
+                return {r.override(seed=seed).digest(): (r.name, {}) for r in recipes for seed in seeds}
+        except CampaignError as error:
+            self.note(path, error)
+        except _DAMAGE as error:
+            self.note(file, f"it is damaged: {_said(error)}")
+        return {}
+
+    def records(self, files: Sequence[Path], there: set[str]) -> None:
+        """The runs in records of a reproduction whose digests are not there already; adds theirs."""
+        new = set[str]()
         for file in files:
             try:
                 record = records.read(file)
-                recipe, seeds = Recipe.from_dict(record["recipe"]), list(record["seeds"])
-                runs = [(recipe.override(seed=seed["seed"]), seed) for seed in seeds]
+                recipe = Recipe.from_dict(record["recipe"])
+                runs = [(recipe.override(seed=seed["seed"]), seed) for seed in record["seeds"]]
             except _DAMAGE as error:
                 self.note(file, f"it is no record of a reproduction: {_said(error)}")
                 continue
             for own, seed in runs:
-                if own.digest() not in known:
-                    self.take(own, (own.name, {}), file, seed, None)
-                    taken.append(own.digest())
-        return taken
+                if own.digest() not in there:
+                    self.take(own, (own.name, {}), file, seed)
+                    new.add(own.digest())
+        there |= new
 
 
 def _records(path: Path) -> list[Path]:
@@ -259,23 +230,6 @@ def _unfinished(folder: Folder) -> str:
         return f"{names} is not finished: no epoch has been evaluated"
     recipe = folder.recipes[0]
     return f"{names} is not finished: epoch {history[-1].get('epoch')} of {recipe.epochs + recipe.finetune_epochs}"
-
-
-def _finished(recipe: Recipe, name: _Name, where: Path, result: Any, page: Path | None) -> Finished:
-    """From an entry of results.json, or of a record's seeds.
-
-    Raises:
-        ValueError: a number is missing or makes no sense.
-    """
-    errors = {error: _number(result[error], error, 100.0) for error in ERRORS}
-    dense: dict[Cost, float] = {}
-    kept = expected = dict.fromkeys(COSTS, 1.0)  # a run without gates stores no costs
-    if recipe.placement is not None:
-        costs = result["costs"]
-        kept, expected = ({c: _number(costs[c][k], f"{k} {c}", 1.0) for c in COSTS} for k in ("kept", "expected"))
-        dense = {c: _number(costs[c]["dense"], f"dense {c}", math.inf) for c in COSTS}
-    architecture = {str(key): int(units) for key, units in result.get("architecture", {}).items()}
-    return Finished(recipe, name[0], where, errors, kept, expected, dense, architecture, page, name[1])
 
 
 def _number(value: Any, name: str, most: float) -> float:

@@ -1,8 +1,7 @@
 """The page of the method: penalties |θ|^p, and the hard concrete distribution with sliders for its four numbers.
 
 Figures 1 and 2 of Louizos et al. (2018). What is drawn first is computed here, with `distributions`; when a slider
-moves, the script in `templates/method.html.j2` computes it again in the browser, with the same formulas. Nothing here
-knows of runs or networks.
+moves, the script in `templates/method.html.j2` computes it again with the same formulas. Runs are not known here.
 """
 
 from __future__ import annotations
@@ -28,12 +27,8 @@ SLIDERS = (
 
 
 def method_page() -> str:
-    """The page, complete in itself.
-
-    Raises:
-        charts.PageMissingError: Plotly or jinja2 is not installed.
-    """
-    _, hard = _at(LOG_ALPHA)
+    """The page, complete in itself; a PageMissingError says that Plotly or jinja2 is not installed."""
+    concrete, hard = _at(LOG_ALPHA)
     at_0, at_1 = (1 - hard.prob_nonzero).item(), hard.prob_one.item()
     facts = {
         "at-0": ("P(z = 0)", at_0),
@@ -43,15 +38,8 @@ def method_page() -> str:
         "mean": ("E[z], the mean", hard.mean.item()),
         "noiseless": ("ẑ without noise, eq. 13", hard.noiseless.item()),
     }
-    return render(
-        "method.html.j2",
-        penalties=_penalties(),
-        density=_density(),
-        means=_means(),
-        sliders=SLIDERS,
-        facts=facts,
-        tallest=TALLEST,
-    )
+    charts = {"penalties": _penalties(), "density": _density(concrete, hard, [at_0, at_1]), "means": _means(hard)}
+    return render("method.html.j2", **charts, sliders=SLIDERS, facts=facts, tallest=TALLEST)
 
 
 def _at(log_alpha: float | Tensor) -> tuple[BinaryConcrete, HardConcrete]:
@@ -83,35 +71,33 @@ def _penalties() -> Chart:
         "Curves of |θ|^p for p = 2, 1, 1/2, 1/4 and 0. All pass through 0 at θ = 0 and 1 at θ = ±1; the last one is 1 "
         "everywhere but at 0.",
         traces,
-        {"xaxis": axis("θ", range=[-2, 2]), "yaxis": axis("|θ|<sup>p</sup>", range=[-0.08, 2.2])},
         height=380,
         wide=True,
+        xaxis=axis("θ", range=[-2, 2]),
+        yaxis=axis("|θ|<sup>p</sup>", range=[-0.08, 2.2]),
     )
 
 
-def _density() -> Chart:
-    concrete, hard = _at(LOG_ALPHA)
-    x = torch.arange(1, 400, dtype=torch.float64) / 400
-    soft, filled = (q.log_prob(x).exp().tolist() for q in (concrete, hard))
-    at_0, at_1 = (1 - hard.prob_nonzero).item(), hard.prob_one.item()
+def _density(concrete: BinaryConcrete, hard: HardConcrete, atoms: list[float]) -> Chart:
+    at = torch.arange(1, 400, dtype=torch.float64) / 400
+    x, soft, filled = at.tolist(), *(q.log_prob(at).exp().tolist() for q in (concrete, hard))
+    stems = [0.0, 0.0, None, 1.0, 1.0], [0.0, atoms[0], None, 0.0, atoms[1]]
     right: dict[str, Any] = {"yaxis": "y2", "cliponaxis": False}
-    stems = [0.0, 0.0, None, 1.0, 1.0], [0.0, at_0, None, 0.0, at_1]
     tips: dict[str, Any] = {
         "mode": "markers+text",
         "showlegend": False,
-        "text": [f"{at_0:.3f}", f"{at_1:.3f}"],
+        "text": [f"{mass:.3f}" for mass in atoms],
         "textposition": ["middle right", "middle left"],
         "textfont": {"color": "@vermilion", "size": 13},
         "hovertemplate": "P(z = %{x:.0f}) = %{y:.4f}<extra></extra>",
     }
     hover = "hard concrete: density %{y:.3f} at z = %{x:.3f}"
     dotted = "binary concrete: density %{y:.3f} at %{x:.3f}"
-    masses = "hard concrete, mass at 0 and 1 (right axis)"
     traces = [
-        curve(x.tolist(), soft, "binary concrete, density", "@grey", dotted, dash="dot"),
-        curve(x.tolist(), filled, "hard concrete, density", "@blue", hover, fill="tozeroy", fillcolor="@faint"),
-        curve(*stems, masses, "@vermilion", "", width=4, **right),
-        dots([0.0, 1.0], [at_0, at_1], "mass", {"color": "@vermilion", "size": 11}, **right, **tips),
+        curve(x, soft, "binary concrete, density", "@grey", dotted, dash="dot"),
+        curve(x, filled, "hard concrete, density", "@blue", hover, fill="tozeroy", fillcolor="@faint"),
+        curve(*stems, "hard concrete, mass at 0 and 1 (right axis)", "@vermilion", "", width=4, **right),
+        dots([0.0, 1.0], atoms, "mass", {"color": "@vermilion", "size": 11}, **right, **tips),
     ]
     return Chart(
         "density",
@@ -122,19 +108,16 @@ def _density() -> Chart:
         "The density of the hard concrete between 0 and 1 with its masses at 0 and at 1, for the values of the "
         "sliders; the numbers are below.",
         traces,
-        {
-            "xaxis": axis("gate z", range=[-0.04, 1.04], zeroline=False),
-            "yaxis": axis("density", range=[0, TALLEST]),
-            "yaxis2": axis("probability mass", range=[0, 1], overlaying="y", side="right", showgrid=False),
-        },
         height=400,
+        xaxis=axis("gate z", range=[-0.04, 1.04], zeroline=False),
+        yaxis=axis("density", range=[0, TALLEST]),
+        yaxis2=axis("probability mass", range=[0, 1], overlaying="y", side="right", showgrid=False),
     )
 
 
-def _means() -> Chart:
+def _means(now: HardConcrete) -> Chart:
     log_alpha = torch.arange(-80, 81, dtype=torch.float64) / 10
     concrete, hard = _at(log_alpha)
-    _, now = _at(LOG_ALPHA)
     drawn = (
         ("binary concrete, mean", concrete.mean, "@grey", "solid", "mean of the binary concrete"),
         ("σ(log α)", torch.sigmoid(log_alpha), "@grey", "dot", "σ(log α) ="),
@@ -159,9 +142,7 @@ def _means() -> Chart:
         "Both means rise from 0 to 1 with log α. The gate without noise is 0 up to log α = log(−γ/ζ) and 1 from "
         "log((1 − γ)/(ζ − 1)) on.",
         traces,
-        {
-            "xaxis": axis("log α", range=[-8, 8], zeroline=False),
-            "yaxis": axis("gate", range=[-0.03, 1.03], zeroline=False),
-        },
         height=400,
+        xaxis=axis("log α", range=[-8, 8], zeroline=False),
+        yaxis=axis("gate", range=[-0.03, 1.03], zeroline=False),
     )

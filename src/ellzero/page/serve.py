@@ -16,8 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.page.facts import LATENCY, look_at
-from ellzero.page.looking import Look
+from ellzero.page.facts import LATENCY, Look, look_at
 from ellzero.page.run import run_content, run_page
 
 LOOPBACK = "127.0.0.1"
@@ -26,16 +25,9 @@ _WATCHED = ("run.json", "history.jsonl", "results.json", "compact.safetensors", 
 
 @final
 class Server(ThreadingHTTPServer):
-    """Serves the page of one run, once `serve_forever()` is called.
+    """Serves the page of one run, finished or not, once `serve_forever()` is called.
 
-    Args:
-        folder: of the run, finished or not.
-        index: which run of a stack, from 0.
-        port: to listen on; 0 for any that is free.
-
-    Raises:
-        IndexError: there is no such run.
-        OSError: the port is taken, or may not be used.
+    `index` says which run of a stack, or IndexError; `port` is where it listens, 0 for any that is free, or OSError.
     """
 
     daemon_threads = True
@@ -50,19 +42,16 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where the page is."""
         return f"http://{LOOPBACK}:{self.server_address[1]}/"
 
     def version(self) -> str:
         """Changes whenever something in the folder has changed that the page shows."""
-        parts = []
+        parts = [str(self._step())]
         for name in _WATCHED:
-            try:
+            with suppress(OSError):
                 found = (self.folder.path / name).stat()
-                parts.append(f"{found.st_size}.{found.st_mtime_ns}")
-            except OSError:
-                parts.append("none")
-        return "-".join([*parts, str(self._step())])
+                parts.append(f"{name}.{found.st_size}.{found.st_mtime_ns}")
+        return "-".join(parts)
 
     def _step(self) -> int | None:
         with suppress(OSError):
@@ -96,48 +85,39 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "ellzero", ""
 
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def _answer(self, body: bool) -> None:
-        port = self.server.server_address[1]
-        if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
-            # A page from elsewhere can make its own name point here; then the browser sends that name.
-            self._send(HTTPStatus.FORBIDDEN, "This server answers on its own address only.\n", body, kind="text/plain")
-            return
-        asked = urlsplit(self.path)
-        version = self.server.version()  # before the files are read: what comes later is news again
-        try:
-            if asked.path == "/":
-                self._send(HTTPStatus.OK, self.server.page(), body, version)
-            elif asked.path == "/content" and parse_qs(asked.query).get("since") == [version]:
-                self._send(HTTPStatus.NO_CONTENT, "", body, version)
-            elif asked.path == "/content":
-                self._send(HTTPStatus.OK, self.server.content(), body, version)
-            else:
-                self._send(HTTPStatus.NOT_FOUND, "There is nothing here.\n", body, kind="text/plain")
-        except FolderError as error:
-            said = f'<p class="warning" id="state">{html.escape(str(error))}</p>'
-            self._send(HTTPStatus.OK, said, body, version)
-
-    def _send(
-        self, status: HTTPStatus, text: str, body: bool, version: str | None = None, kind: str = "text/html"
-    ) -> None:
-        data = text.encode()
+        status, text, version = self._answer()
+        data, kind = text.encode(), "text/html" if status == HTTPStatus.OK else "text/plain"
         self.send_response(status)
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
-        if version is not None:
+        if version:
             self.send_header("X-Version", version)
         if status != HTTPStatus.NO_CONTENT:
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(data)
+
+    do_HEAD = do_GET
+
+    def _answer(self) -> tuple[HTTPStatus, str, str]:
+        """Status, text, and the version of what it is about."""
+        port = self.server.server_address[1]
+        if self.headers.get("Host") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
+            # A page from elsewhere can make its own name point here; then the browser sends that name.
+            return HTTPStatus.FORBIDDEN, "This server answers on its own address only.\n", ""
+        asked = urlsplit(self.path)
+        version = self.server.version()  # before the files are read: what comes later is news again
+        if asked.path not in ("/", "/content"):
+            return HTTPStatus.NOT_FOUND, "There is nothing here.\n", ""
+        if asked.path == "/content" and parse_qs(asked.query).get("since") == [version]:
+            return HTTPStatus.NO_CONTENT, "", version
+        try:
+            return HTTPStatus.OK, self.server.page() if asked.path == "/" else self.server.content(), version
+        except FolderError as error:
+            return HTTPStatus.OK, f'<p class="warning" id="state">{html.escape(str(error))}</p>', version
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing: standard output and error belong to the command."""
