@@ -56,7 +56,7 @@ def attached(**rates: Any) -> l0.Gated:
 
 def driven(make: Maker = ADAM, steps: int = 40, **options: Any) -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
     gated = attached()
-    budget = l0.Budget(gated, **{"macs": 0.4, **options}, steps=steps)
+    budget = l0.Budget(gated, **{"macs": 0.4, "learning": 0.5, **options}, steps=steps)
     optimizer = make(gated.param_groups(lr=1e-2))
     budget.drive(optimizer)
     return gated, budget, optimizer
@@ -97,7 +97,7 @@ def test_a_driven_optimizer_does_what_the_term_in_the_loss_does() -> None:
     gated, _, optimizer = driven(ADAM)
     train(gated, optimizer, range(30))
     other = attached()
-    budget = l0.Budget(other, macs=0.4, steps=40)
+    budget = l0.Budget(other, macs=0.4, steps=40, learning=0.5)
     adam = ADAM(other.param_groups(lr=1e-2))
     for step in range(30):
         torch.manual_seed(step)
@@ -135,7 +135,7 @@ def test_gates_move_by_adam_beside_any_optimizer() -> None:
 
 def test_a_schedule_of_the_weights_does_not_slow_the_gates() -> None:
     still = attached()
-    budget = l0.Budget(still, macs=0.4, steps=40)
+    budget = l0.Budget(still, macs=0.4, steps=40, learning=0.5)
     adam = ADAM(still.param_groups(lr=1e-2))
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 0.0)  # before and after `drive`
     budget.drive(adam)
@@ -145,6 +145,16 @@ def test_a_schedule_of_the_weights_does_not_slow_the_gates() -> None:
         schedule.step()
     assert all(torch.equal(p, q) for p, q in zip(still.model.parameters(), mlp().parameters(), strict=True))
     assert not any(torch.equal(p, q) for p, q in zip(gates_of(still), start, strict=True))
+
+
+def test_gates_among_the_weights_get_a_rate_of_their_own() -> None:
+    """Trainers make optimizers of all parameters in one group."""
+    gated, _, optimizer = driven()
+    other = attached()
+    l0.Budget(other, macs=0.4, steps=40, learning=0.5).drive(adam := torch.optim.Adam(other.parameters(), lr=1e-2))
+    train(gated, optimizer, range(6))
+    train(other, adam, range(6))
+    assert same(gated, other)
 
 
 def test_several_backwards_make_one_step() -> None:
@@ -325,7 +335,7 @@ def test_mistakes_in_the_loop_are_told_where_they_happen() -> None:
     budget.drive(optimizer)
     with pytest.raises(ValueError, match="must be driven once"):
         budget.drive(optimizer)
-    with pytest.raises(RuntimeError, match="in step 5, got 0 steps"):
+    with pytest.raises(RuntimeError, match="in step 2, got 0 steps"):
         budget.finish()
     F.cross_entropy(gated.model(X), Y).backward()
     with pytest.raises(RuntimeError, match=r"call `gated\(x\)` in the loop, not the model itself"):

@@ -20,10 +20,11 @@ class Driver:
 
     Args:
         gated: the network.
-        optimizer: of its weights and gates. It passes over the gates, which an Adam of their own moves at the rate that
-            their group has now: so a schedule, momentum and weight decay do not reach them.
+        optimizer: of its weights and gates. It passes over the gates, which an Adam of their own moves: so a schedule,
+            momentum and weight decay do not reach them.
         term: what is added to the loss, or `None` where gates do not learn any more.
         then: what follows a step.
+        gate_lr: the rate of the gates where they are in no group of their own, as `Gated.param_groups` makes one.
 
     Raises:
         ValueError: the optimizer does not have all gates and weights.
@@ -35,6 +36,7 @@ class Driver:
         optimizer: torch.optim.Optimizer,
         term: Callable[[], Tensor | None],
         then: Callable[[], None],
+        gate_lr: float,
     ) -> None:
         inside = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in gated.named_parameters() if p.requires_grad and id(p) not in inside]
@@ -48,7 +50,8 @@ class Driver:
         self._phi: Sequence[nn.Parameter] = list(gated.gates.parameters())
         own = inside[id(self._phi[0])]
         alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
-        self.adam = torch.optim.Adam(self._phi, lr=own.get("initial_lr", own["lr"]), **alike)
+        rate = own.get("initial_lr", own["lr"]) if own.get("name") == "gates" else gate_lr
+        self.adam = torch.optim.Adam(self._phi, lr=rate, **alike)
         self._gradients: list[Tensor | None] = []
         before = optimizer.register_step_pre_hook(self._before)
         self._hooks = [before, optimizer.register_step_post_hook(self._after)]
