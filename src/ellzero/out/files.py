@@ -1,6 +1,6 @@
 """Writes files whole or not at all. Everything in this library that writes a file does it here.
 
-A write goes to a temporary file beside its target, reaches the disk, and only then gets the target's name. So a crash
+A write goes to a temporary file beside its target, reaches the disk, and only then gets the target's name: a crash
 leaves the old file or the new one, and at worst a temporary file. Nothing here knows what is in a file.
 """
 
@@ -33,8 +33,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:  # not the system's: a `FileError`, or one of a library that fetches what is written
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        why = "the disk is full" if full else error.strerror or error
+        why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or error
         raise FileError(f"{str(path)!r} cannot be written: {why}") from error
 
 
@@ -42,19 +41,8 @@ def writing(path: Path) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a temporary path to write to, which becomes `path` when the block ends, and goes when it fails.
 
-    Args:
-        path: the file. Its folder must exist; the temporary path lies in it, and has the same ending.
-
-    Raises:
-        FileError: it cannot be written. What was there before is there still.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with replacing(Path(folder, "a.txt")) as unfinished:
-        ...         _ = unfinished.write_text("all of it")
-        ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
-        [('a.txt', 'all of it')]
+    It lies in the same folder, which must exist, and has the same ending. Where a `FileError` says that the file cannot
+    be written, what was there before is there still.
     """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp{path.suffix}")
     with writing(path):
@@ -77,11 +65,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all.
-
-    Raises:
-        FileError: it cannot be written. What was there before is there still.
-    """
+    """Writes a file whole or not at all."""
     with replacing(path) as unfinished, open(unfinished, "xb") as file:
         view = memoryview(data)
         while view:
@@ -89,21 +73,14 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes text as UTF-8, with the line ends it has, whole or not at all.
-
-    Raises:
-        FileError: it cannot be written. What was there before is there still.
-    """
+    """Writes text as UTF-8, with the line ends it has, whole or not at all."""
     write_bytes(path, text.encode())
 
 
 def remove_leftovers(folder: Path, names: str, seconds: float = 0.0) -> None:
-    """Removes the temporary files of writes that were killed. No other process may be writing these files.
+    """Removes what killed writes of files with such names left, if nobody has touched it for so long.
 
-    Args:
-        folder: where the files are.
-        names: which files: a name, or a pattern of names.
-        seconds: only what nobody has touched for so long.
+    No other process may be writing these files.
     """
     for leftover in folder.glob(f".{names}.{'[0-9a-f]' * 32}.tmp*"):
         with suppress(OSError):  # another process removed it, or it is not ours to remove

@@ -1,8 +1,7 @@
 """What is left of a network, and why not less: `report(gated)` as a table, as markdown, as JSON.
 
-Every count is given three ways: in the *dense* network, as *expected* over the gates, and as *kept* by their test-time
-values, which is what `compact` returns. A `Report` is plain data, taken once; it holds on to no tensor. This file adds
-up and lays out; what is alive and what it costs is asked of the `Gated` and of `costs.py`.
+Every count is given three ways: *dense*, as *expected* over the gates, and as *kept* by their test-time values, as in
+what `compact` returns. What is alive and what it costs is asked of the `Gated` and of `costs.py`.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import statistics
 from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from io import StringIO
+from functools import partial
 from typing import TYPE_CHECKING, Literal, final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor
 
 from ellzero.gated.module import Gated
-from ellzero.gates.abstract import AbstractGate, NoExpectation
+from ellzero.gates.abstract import NoExpectation
 from ellzero.graph.axes import Axis
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.graph.tracing import batch_size, mode
@@ -32,110 +31,70 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 State = Literal["gated", "frozen", "not gated", "closed"]
-WIDTH = 100
 
 
 @dataclass(frozen=True)
-class AbstractRow(ABC):
-    """One count, three ways.
+class AbstractCount(ABC):
+    """One count, three ways."""
 
-    Args:
-        name: what is counted: an axis, a layer, a placement, a total.
-        dense: how many there are in the dense network.
-        expected: how many there are in expectation over the gates; `None` for gates that have none (`NoExpectation`).
-        kept: how many there are by the gates' test-time values.
-    """
-
-    name: str
-    dense: int
-    expected: float | None
-    kept: int
+    name: str  #: what is counted: an axis, a layer, a placement, a total
+    dense: int  #: in the dense network
+    expected: float | None  #: in expectation over the gates; `None` for gates that have none (`NoExpectation`)
+    kept: int  #: by the gates' test-time values
 
 
 @final
 @dataclass(frozen=True)
-class Row(AbstractRow):
+class Count(AbstractCount):
     """A total, or the inputs of one layer."""
 
 
 @final
 @dataclass(frozen=True)
-class AxisRow(AbstractRow):
-    """The units of one axis.
+class AxisRow(AbstractCount):
+    """The units of one axis."""
 
-    Args:
-        state: `"gated"`; `"closed"`, gated with every unit closed; `"frozen"`; `"not gated"`.
-        why: a sentence, for every state but `"gated"`.
-    """
-
-    state: State
-    why: str | None
+    state: State  #: `"closed"` is gated with every unit closed
+    why: str | None  #: a sentence, for every state but `"gated"`
 
 
 @final
 @dataclass(frozen=True)
-class GateRow(AbstractRow):
-    """The gates of one placement: how many there are, are expected to be open, are open at test time.
+class GateRow(AbstractCount):
+    """The gates of one placement: how many there are, are expected to be open, are open at test time."""
 
-    Args:
-        family: the gates' class and constants, the test-time rule among them.
-    """
-
-    family: str
+    family: str  #: the gates' class and constants, the test-time rule among them
 
 
 @final
 @dataclass(frozen=True)
 class Speed:
-    """Measured seconds of one evaluation forward, medians of interleaved runs of both networks on the example input.
-
-    Args:
-        dense_s: the dense network.
-        compact_s: the compact one.
-        ratio: `dense_s / compact_s`, how many times faster the compact one ran.
-        runs: how many runs of each.
-        batch: examples in the input.
-        device: where.
-        threads: CPU threads that torch used.
-    """
+    """Measured seconds of one evaluation forward, medians of interleaved runs of both networks on the example input."""
 
     dense_s: float
     compact_s: float
-    ratio: float
-    runs: int
-    batch: int
+    ratio: float  #: `dense_s / compact_s`, how many times faster the compact one ran
+    runs: int  #: of each
+    batch: int  #: examples in the input
     device: str
-    threads: int
+    threads: int  #: of the CPU, that torch used
 
 
 @final
 @dataclass(frozen=True)
 class Report:
-    """What `report` returns: plain data, printed as a table.
+    """What `report` returns: plain data, printed as a table."""
 
-    Args:
-        model: class of the network.
-        axes: units by axis.
-        inputs: inputs by layer, where a `Select` picks them one by one.
-        gates: gates by placement.
-        params: parameters of the network.
-        macs: multiply-accumulates for one example; `None` if the axes were given by hand.
-        l0_norm: weights that are not zero, among those that gates count.
-        unreached: parameters that the example input does not reach, and that stay as they are.
-        refusal: why `compact` would refuse the network as it is, or `None`.
-        speed: if it was asked for and `compact` did not refuse.
-    """
-
-    model: str
-    axes: tuple[AxisRow, ...]
-    inputs: tuple[Row, ...]
-    gates: tuple[GateRow, ...]
-    params: Row
-    macs: Row | None
-    l0_norm: Row
-    unreached: tuple[str, ...]
-    refusal: str | None
-    speed: Speed | None
+    model: str  #: class of the network
+    axes: tuple[AxisRow, ...]  #: units by axis
+    inputs: tuple[Count, ...]  #: inputs by layer, where a `Select` picks them one by one
+    gates: tuple[GateRow, ...]  #: gates by placement
+    params: Count  #: parameters of the network
+    macs: Count | None  #: multiply-accumulates for one example; `None` if the axes were given by hand
+    l0_norm: Count  #: weights that are not zero, among those that gates count
+    unreached: tuple[str, ...]  #: parameters that the example input does not reach, and that stay as they are
+    refusal: str | None  #: why `compact` would refuse the network as it is
+    speed: Speed | None  #: if it was asked for and `compact` did not refuse
 
     def json(self) -> str:
         """All fields as a JSON object; keys are the names of the fields."""
@@ -151,27 +110,27 @@ class Report:
         return "\n\n".join(parts + self._notes()) + "\n"
 
     def __rich__(self) -> RenderableType:
-        from rich import box  # here, since it takes as long to import as half of the library
-        from rich.console import Group
-        from rich.table import Table
+        from rich.console import Group  # here, since it takes as long to import as half of the library
         from rich.text import Text
+
+        from ellzero.out.tables import new_table
 
         parts: list[RenderableType] = []
         for title, header, rows in self._tables():
-            table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-            for number, name in enumerate(header):
-                count = 1 <= number <= 3
-                table.add_column(name, justify="right" if count else "left", no_wrap=count, overflow="fold")
+            table = new_table(title, header, fold=True)
+            for column in table.columns[1:4]:  # the counts
+                column.justify, column.no_wrap = "right", True
             for row in rows:
                 table.add_row(*map(Text, row))  # as text: a name such as "[0]" is no markup
             parts.append(table)
         return Group(*parts, *map(Text, self._notes()))
 
     def __str__(self) -> str:
+        from ellzero.out.tables import render
+
         return render(self)
 
-    def _repr_markdown_(self) -> str:
-        return self.markdown()
+    _repr_markdown_ = markdown
 
     def _tables(self) -> Iterable[tuple[str, list[str], list[list[str]]]]:
         """Title, header and rows of every table."""
@@ -182,11 +141,8 @@ class Report:
             yield "Inputs picked one by one", ["layer", *counts], [_cells(row) for row in self.inputs]
         units = [(a.name, a.dense, a.kept) for a in self.axes if a.state in ("gated", "closed")]
         if [(g.name, g.dense, g.kept) for g in self.gates] != units:
-            yield (
-                "Gates by placement",
-                ["placement", "gates", "expected open", "kept open"],
-                [_cells(row) for row in self.gates],
-            )
+            header = ["placement", "gates", "expected open", "kept open"]
+            yield "Gates by placement", header, [_cells(row) for row in self.gates]
         totals = [row for row in (self.params, self.macs, self.l0_norm) if row is not None]
         yield "Totals", ["", *counts], [_cells(row, fractions=True) for row in totals]
 
@@ -201,8 +157,7 @@ class Report:
             notes.append(f"The example input does not reach {', '.join(self.unreached)}; they stay as they are.")
         if self.refusal is not None:
             notes.append(f"`compact` would refuse this network: {self.refusal}.")
-        if self.speed is not None:
-            s = self.speed
+        if (s := self.speed) is not None:
             notes.append(
                 f"Measured speed: the compact network runs {s.ratio:.2f} times as fast as the dense one, "
                 f"{_seconds(s.compact_s)} against {_seconds(s.dense_s)} (medians of {s.runs} interleaved runs each, "
@@ -227,15 +182,15 @@ def report(gated: Gated, *, speed: bool = False) -> Report:
 
     Example:
         >>> from ellzero.gated.attaching import attach
-        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
         >>> left = report(attach(net, torch.zeros(1, 4)))
         >>> left.axes[0].name, left.axes[0].dense, left.params.kept
         ('0', 3, 23)
     """
     refuse_unfit(gated)
-    refusal = None
     try:
         gated.plan()
+        refusal = None
     except ClosedAxisError as error:
         refusal = str(error)
     with torch.no_grad():
@@ -244,7 +199,7 @@ def report(gated: Gated, *, speed: bool = False) -> Report:
             model=type(gated.model).__name__,
             axes=axes,
             inputs=inputs,
-            gates=_gates(gated),
+            gates=tuple(_gates(gated)),
             params=_total("parameters", params, gated),
             macs=_total("MACs per example", macs, gated) if gated.graph.products is not None else None,
             l0_norm=_total("l0_norm", l0_norm, gated),
@@ -254,20 +209,7 @@ def report(gated: Gated, *, speed: bool = False) -> Report:
         )
 
 
-def render(report: RenderableType, width: int = WIDTH) -> str:
-    """Anything that rich can print, as plain text."""
-    from rich.console import Console
-
-    out = StringIO()
-    console = Console(file=out, width=width, force_terminal=False, force_jupyter=False, color_system=None)
-    console.print(report)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-# ---------------------------------------------------------------- counting
-
-
-def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple[Row, ...]]:
+def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple[Count, ...]]:
     plan, census = gated.plan(refuse=False), gated.census["units"]
     assert census is not None
     with gated.assuming(gated.opens().float()):
@@ -283,15 +225,13 @@ def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple
         here = slice(start, start + axis.size)
         gates = bool(decided[here].any())
         state, why = _state(axis, gates, bool(alive[here].any()), refusal)
-        mean: float | None = float(axis.size)
-        if gates:
-            mean = None if units is None else float(units[here].sum())
+        mean = float(axis.size) if not gates else None if units is None else float(units[here].sum())
         rows.append(AxisRow(axis.name, axis.size, mean, int(plan.units[here].sum()), state, why))
     inputs = []
     for number, (tensor, dim, size) in enumerate(census.inputs):
         kept = len(plan.rows[tensor][dim]) if dim in plan.rows.get(tensor, {}) else size
         mean = None if units is None else float(expected_inputs[number].double().sum())
-        inputs.append(Row(tensor.rpartition(".")[0] or tensor, size, mean, kept))
+        inputs.append(Count(tensor.rpartition(".")[0] or tensor, size, mean, kept))
     return tuple(rows), tuple(inputs)
 
 
@@ -308,63 +248,43 @@ def _state(axis: Axis, gates: bool, alive: bool, refusal: str | None) -> tuple[S
     return "closed", f"every unit of it; {rest}"
 
 
-def _gates(gated: Gated) -> tuple[GateRow, ...]:
-    opens, rows = gated.by_placement(gated.opens()), []
+def _expected(count: Callable[[], Tensor]) -> float | None:
+    try:
+        return float(count().double().sum())
+    except NoExpectation:
+        return None
+
+
+def _gates(gated: Gated) -> Iterable[GateRow]:
+    opens = gated.by_placement(gated.opens())
     for name, gate in gated.named_gates():
-        try:
-            expected: float | None = float(gate.prob_open().double().sum())
-        except NoExpectation:
-            expected = None
-        rows.append(GateRow(name, gate.shape.numel(), expected, int(opens[name].sum()), _family(gate)))
-    return tuple(rows)
+        constants = gate.extra_repr().removeprefix(str(tuple(gate.shape))).removeprefix(", ")
+        family = f"{type(gate).__name__}({constants})"
+        yield GateRow(name, gate.shape.numel(), _expected(gate.prob_open), int(opens[name].sum()), family)
 
 
-def _family(gate: AbstractGate) -> str:
-    constants = gate.extra_repr().removeprefix(str(tuple(gate.shape))).removeprefix(", ")
-    return f"{type(gate).__name__}({constants})"
-
-
-def _total(name: str, cost: Cost, gated: Gated) -> Row:
+def _total(name: str, cost: Cost, gated: Gated) -> Count:
     with gated.assuming(torch.ones(gated.liveness.size)):
         whole = cost(gated, kept=True)  # not `dense`: in float32 that is not exact for millions of weights
-    try:
-        expected: float | None = float(cost(gated))
-    except NoExpectation:
-        expected = None
-    return Row(name, round(float(whole)), expected, round(float(cost(gated, kept=True))))
-
-
-# ---------------------------------------------------------------- measuring
+    return Count(name, round(float(whole)), _expected(partial(cost, gated)), round(float(cost(gated, kept=True))))
 
 
 def _measured(gated: Gated) -> Speed:
     gated = gated if gated.taken is None else gated.expanded()
     reference = next(p for p in gated.model.parameters() if p.is_floating_point())
     small = compact(gated, verify=False)
-
     inputs = fitted(gated.example_inputs, reference.device, reference.dtype)
-
-    def forward(model: nn.Module) -> Callable[[], object]:
-        return lambda: model(*inputs[0], **inputs[1])
-
     with mode(gated.model, False), mode(small, False):
-        taken = interleaved([forward(gated.model), forward(small)], reference.device)
+        forwards = [partial(model, *inputs[0], **inputs[1]) for model in (gated.model, small)]
+        taken = interleaved(forwards, reference.device)
     dense_s, compact_s = map(statistics.median, taken)
     return Speed(
-        dense_s=dense_s,
-        compact_s=compact_s,
-        ratio=dense_s / compact_s,
-        runs=len(taken[0]),
-        batch=batch_size(inputs),
-        device=device_name(reference.device),
-        threads=torch.get_num_threads(),
-    )
+        dense_s, compact_s, ratio=dense_s / compact_s, runs=len(taken[0]), batch=batch_size(inputs),
+        device=device_name(reference.device), threads=torch.get_num_threads(),
+    )  # fmt: skip
 
 
-# ---------------------------------------------------------------- laying out
-
-
-def _cells(row: AbstractRow, fractions: bool = False) -> list[str]:
+def _cells(row: AbstractCount, fractions: bool = False) -> list[str]:
     def share(count: float) -> str:
         return f" ({count / row.dense:.2%})" if fractions and row.dense else ""
 
@@ -376,4 +296,4 @@ def _seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
-__all__ = ["AxisRow", "GateRow", "Report", "Row", "Speed", "render", "report"]
+__all__ = ["AxisRow", "Count", "GateRow", "Report", "Speed", "report"]

@@ -1,8 +1,7 @@
 """Saving what comes out: `save(small, path)` writes a compact network, `load(fresh, path)` makes a dense one into it.
 
-The file is safetensors: tensors, and a header of plain JSON that says which layers have a `Select` or are `Closed`,
-which names share a tensor, and in how many groups convolutions work. There is no pickle in it and no code; the class of
-the network is the user's to bring. This file knows how a smaller network differs from a dense one, not why it does.
+The file is safetensors with a header of plain JSON: no pickle, no code. The network's class is the user's to bring.
+This file knows how a smaller network differs from a dense one, not why it does.
 """
 
 from __future__ import annotations
@@ -50,21 +49,13 @@ def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> by
 
 @dataclass(frozen=True)
 class Structure:
-    """How a network differs from the dense one beyond the shapes of its tensors. Plain data: it is the file's header.
+    """How a network differs from the dense one beyond the shapes of its tensors: plain data, the file's header."""
 
-    Args:
-        network: name of the class, for messages.
-        selects: layers with a `Select` in front.
-        closed: layers that are `Closed`, with the number of outputs each still has, and `None` for an identity.
-        tied: for each further name of a tensor the name that it is stored under.
-        groups: the number of groups of every convolution, which its shapes alone do not say.
-    """
-
-    network: str
-    selects: list[str] = field(default_factory=list)
-    closed: dict[str, int | None] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    groups: dict[str, int] = field(default_factory=dict)
+    network: str  # name of the class, for messages
+    selects: list[str] = field(default_factory=list)  # layers with a `Select` in front
+    closed: dict[str, int | None] = field(default_factory=dict)  # `Closed` layers: their outputs, None for an identity
+    tied: dict[str, str] = field(default_factory=dict)  # further name of a tensor: the name that it is stored under
+    groups: dict[str, int] = field(default_factory=dict)  # of every convolution: its shapes alone do not say them
 
 
 def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -100,12 +91,9 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
     if stateful := [key for key, value in small.state_dict().items() if not isinstance(value, Tensor)]:
         raise ValueError(f"`small` keeps state that is not a tensor, which the file cannot hold: {', '.join(stateful)}")
 
-    members = _members(small)
-    names = canonical_names(small)
+    members, names = _members(small), canonical_names(small)
     # Copies: safetensors wants its tensors contiguous and in memory of their own.
-    tensors = {
-        name: members[name].detach().to("cpu", copy=True).contiguous() for name, first in names.items() if name == first
-    }
+    tensors = {name: members[name].detach().to("cpu", copy=True).contiguous() for name in dict.fromkeys(names.values())}
     tied = {name: first for name, first in names.items() if name != first}
     structure = Structure(type(small).__qualname__, tied=tied)
     for layer, module in small.named_modules(remove_duplicate=False):
@@ -117,13 +105,8 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
             structure.closed[layer] = None
         elif isinstance(module, _GROUPED):
             structure.groups[layer] = module.groups
-    metadata = {
-        "format": FORMAT,
-        "format_version": str(FORMAT_VERSION),
-        "ellzero": installed_version(),
-        "structure": json.dumps(asdict(structure)),
-    }
-    write_bytes(target, serialized(tensors, metadata))
+    about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
+    write_bytes(target, serialized(tensors, about | {"structure": json.dumps(asdict(structure))}))
 
 
 def load(model: M, path: str | os.PathLike[str]) -> M:
@@ -152,9 +135,9 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
         raise ValueError("`model` must be a fresh dense network, got one that was made smaller already")
     source = _as_path(path)
     structure, tensors = _read(source)
-    _check(model, structure, tensors, source)
-
-    members, names = _members(model), _stored(structure, tensors)
+    names = {name: name for name in tensors} | structure.tied  # of each member the name that its tensor is stored under
+    _check(model, structure, tensors, names, source)
+    members = _members(model)
     for layer, outputs in structure.closed.items():
         if outputs is not None or _members(model.get_submodule(layer)):  # an identity of the user's own is one already
             put_closed(model, layer, outputs)
@@ -182,8 +165,6 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
     return model
 
 
-# ---------------------------------------------------------------- inside
-
 _CONTRACTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _GROUPED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -197,11 +178,6 @@ def _as_path(path: Any) -> Path:
 def _members(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer under every name it has."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-
-
-def _stored(structure: Structure, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """For each name in the network the name that its tensor is stored under."""
-    return {name: name for name in tensors} | structure.tied
 
 
 def _read(path: Path) -> tuple[Structure, dict[str, Tensor]]:
@@ -220,8 +196,7 @@ def _read(path: Path) -> tuple[Structure, dict[str, Tensor]]:
                     f"{metadata.get('ellzero')}, and this one reads version {FORMAT_VERSION}"
                 )
             structure = Structure(**json.loads(metadata["structure"]))
-            kinds = [type(value) for value in vars(structure).values()]
-            if kinds != [str, list, dict, dict, dict]:
+            if [type(value) for value in vars(structure).values()] != [str, list, dict, dict, dict]:
                 raise ValueError(f"its header is damaged: {metadata['structure'][:80]}")
             # Copies: what comes out of the file is a view of it, and would change with it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -230,7 +205,9 @@ def _read(path: Path) -> tuple[Structure, dict[str, Tensor]]:
     return structure, tensors
 
 
-def _check(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor], path: Path) -> None:
+def _check(
+    model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor], stored: Mapping[str, str], path: Path
+) -> None:
     """Refuses what does not fit, before anything is changed."""
 
     def refuse(what: str) -> NoReturn:
@@ -239,9 +216,7 @@ def _check(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor]
             f"`{type(model).__qualname__}`): {what} in {str(path)!r}"
         )
 
-    modules = dict(model.named_modules(remove_duplicate=False))
-    members = _members(model)
-    stored = _stored(structure, tensors)
+    modules, members = dict(model.named_modules(remove_duplicate=False)), _members(model)
     for layer in [*structure.selects, *structure.closed, *structure.groups]:
         if layer not in modules:
             refuse(f"there is a layer `{layer}`")

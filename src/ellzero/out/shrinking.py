@@ -1,9 +1,7 @@
-"""Shrinking while training: which units go for good, and all that has to become smaller with them.
+"""Shrinking while training: `propose` says which units could go for good, `carry_out` takes them out of a live run.
 
-`propose` says what could go: units that are as good as dead, widths rounded up to a multiple. `carry_out` takes it out
-of a live run: weights, buffers, gates, what the optimizer remembers, the average. The removal plan of `compact` is the
-one mechanism, and it is a plan of the network as it was in the beginning: costs, targets and noise never change their
-meaning. This file does not know when to shrink, nor recipes, files or devices.
+It is a removal plan, as in `compact`, of the network as it was in the beginning: costs, targets and noise never change
+their meaning. This file does not know when to shrink, nor recipes, files or devices.
 """
 
 from __future__ import annotations
@@ -25,18 +23,6 @@ def propose(gated: Gated, closed: Mask, multiple: int = 1) -> Plan:
     The width of every axis is rounded up to a multiple, as far as there are units; the most probable of the closed
     ones stay for that. So the last units of an axis always stay. Single inputs behind gates of their own (a `Select` in
     `compact`) stay as well: they save next to nothing.
-
-    Args:
-        gated: the network, of which units may have been taken out before.
-        closed: for every gate, flat, whether it counts as closed.
-        multiple: of what the widths that are left should be multiples.
-
-    Example:
-        >>> from ellzero.gated.attaching import attach
-        >>> gated = attach(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.zeros(1, 4))
-        >>> plan = propose(gated, np.array([True, True, True, False, False, False]), multiple=2)
-        >>> widths(gated, plan)
-        {'0': 4}
     """
     with torch.no_grad():
         opens = torch.as_tensor(~closed).to(gated.tables["ends"])
@@ -73,24 +59,16 @@ def widths(gated: Gated, plan: Plan) -> dict[str, int]:
 
 
 def event(gated: Gated, plan: Plan) -> dict[str, Any]:
-    """What a plan would change, as plain data: widths, and MACs as fractions of the dense network.
-
-    These are the MACs that the model has, whatever its gates are.
-
-    Raises:
-        ValueError: the axes were given by hand, so that no forward was traced.
-    """
+    """What a plan would change, as plain data: widths, and the model's MACs as fractions of the dense network's."""
     census = gated.census["macs"]
     if census is None:
         raise ValueError("`gated` must have been traced for its MACs, and its axes were given by hand")
     whole = planned(gated, np.ones(len(plan.units), dtype=bool))
     now = whole if gated.taken is None else gated.taken
     dense, before, after = (float(census.kept(p).sum()) for p in (whole, now, plan))
-    return {
-        "removed": {name: width - widths(gated, plan)[name] for name, width in widths(gated, now).items()},
-        "widths": widths(gated, plan),
-        "macs": {"before": before / dense, "after": after / dense},
-    }
+    left = widths(gated, plan)
+    removed = {name: width - left[name] for name, width in widths(gated, now).items()}
+    return {"removed": removed, "widths": left, "macs": {"before": before / dense, "after": after / dense}}
 
 
 @torch.no_grad()
@@ -102,19 +80,12 @@ def carry_out(
     average: dict[str, Tensor],
     correction: float = 1.0,
 ) -> None:
-    """Takes units out of a live run, in place; the rest of it is as it was.
+    """Takes units out of a live run, in place; the rest of it is as it was. A plan that does not fit changes nothing.
 
-    Args:
-        network: what the optimizer moves, `gated` in it.
-        gated: the network with its gates.
-        plan: what stays.
-        optimizer: Adam or SGD over parameters of `network`. Its groups get the new parameters, and what it remembers
-            of them is sliced as they are; of a gate that goes it remembers nothing.
-        average: an averaged copy of the parameters of `network` by their names, sliced too; may be empty.
-        correction: what the average is divided by where it is used; a gate that goes is closed there as well.
-
-    Raises:
-        ValueError: the plan does not fit; nothing is changed.
+    `network` is what the optimizer moves, `gated` in it; `average` an averaged copy of its parameters by their names,
+    or empty. What Adam or SGD remembers of a parameter, and the average, are sliced as it is. Of a gate that goes the
+    optimizer remembers nothing, and it is closed in the average as well, which is divided by `correction` where it is
+    used.
     """
     old = dict(network.named_parameters())
     names = {id(p): name for name, p in gated.named_parameters()}
@@ -154,8 +125,5 @@ def carry_out(
 def _gone(gated: Gated) -> dict[str, Tensor]:
     """For each parameter of gates, by its name in `gated`, which entries belong to gates that nothing is left of."""
     gone = gated.by_placement(torch.as_tensor(gated.gone(), device=gated.tables["ends"].device))
-    out = {}
-    for key, (name, gate) in zip(gated.gates, gated.named_gates(), strict=True):
-        for own, _ in gate.named_parameters():
-            out[f"gates.{key}.{own}"] = gone[name]
-    return out
+    gates = zip(gated.gates, gated.named_gates(), strict=True)
+    return {f"gates.{key}.{own}": gone[name] for key, (name, gate) in gates for own, _ in gate.named_parameters()}
