@@ -15,7 +15,7 @@ from support import ROOT
 
 HOUSE = ROOT / "src" / "ellzero"
 FLOORS = ("gates", "graph", "gated", "objectives", "out", "integrations", "experiments", "page", "cli")
-ROOF = ("__init__", "__main__", "renamed")  # beside the packages: may import any of them, and no package imports these
+ROOF = ("__init__", "__main__")  # beside the packages: may import any of them, and no package imports these
 ENTRIES, LINES, CLASS, FUNCTION = 12, 450, 250, 60
 IN_ALL = 19_200  # it may only fall: the goal is 15,000
 LONG = {  # why it is longer than a function or class may be

@@ -7,9 +7,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import ellzero as l0
-from ellzero import renamed
 from support import ROOT
 
 OLD = """AbstractGate Axis BinaryConcrete ClosedAxisError CompactionError Constraint ExponentiatedAscent
@@ -47,10 +47,10 @@ def test_no_name_of_a_room_hides_a_module(room: ModuleType) -> None:
 
 
 def test_no_old_name_is_forgotten() -> None:
-    assert {n for n in OLD.split() if n not in l0.__all__} == set(renamed.NAMES)
+    assert {n for n in OLD.split() if n not in l0.__all__} <= set(l0._NEW)
 
 
-@pytest.mark.parametrize(("old", "new"), renamed.NEW.items())
+@pytest.mark.parametrize(("old", "new"), l0._NEW.items())
 def test_an_old_name_says_the_new_one(old: str, new: str) -> None:
     told = f"`ellzero.{old}` is now `ellzero.{new}`"
     assert found(new) is not None
@@ -65,6 +65,13 @@ def test_an_old_name_says_the_new_one(old: str, new: str) -> None:
         with pytest.raises(ImportError) as refused_import:
             exec(line)
         assert str(refused_import.value) == told
+
+
+@pytest.mark.parametrize("name", ["streams", "gates"])
+def test_an_argument_that_is_gone_says_the_new_spelling(name: str) -> None:
+    told = rf"`attach` has no argument `{name}`; .* `where=l0.shrinkable\(streams=True\)` now"
+    with pytest.raises(TypeError, match=told):
+        l0.attach(torch.nn.Linear(2, 2), torch.zeros(1, 2), **{name: True})
 
 
 def test_a_name_that_never_was_fails_as_it_does_everywhere() -> None:

@@ -1,12 +1,17 @@
 """Learn sparse neural networks: gates on any `nn.Module`, trained under an L0 penalty or a constraint, and a smaller
 plain network out of it.
 
-What most loops need is here. The rest is in its room: `l0.gates`, `l0.graph`, `l0.duals`, `l0.distributions`.
+What most loops need is here. The rest is in its room: `l0.gates`, `l0.graph`, `l0.duals`, `l0.distributions`. Whoever
+types a name of version 0.1 that is elsewhere now is told where.
 """
 
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
 
-from ellzero import gates, graph, renamed
+from ellzero import gates, graph
 from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement, per_layer, shrinkable, weights
@@ -58,6 +63,55 @@ __all__ = [
     "units",
     "weights",
 ]
+
+_KEPT_THEIR_NAME = {  # by their room
+    "experiments": "data figures sweep",
+    "experiments.store": "checkpoint",
+    "experiments.train": "trainer",
+    "gated": "placements",
+    "gates": "Median NoExpectation Noiseless RectifiedGate distributions",
+    "gates.distributions": "BinaryConcrete HardConcrete Logistic Rectified",
+    "graph": "Axis ClosedAxisError Graph Plan Site TraceError axes trace",
+    "objectives": "costs extra_gradient_step",
+    "objectives.costs": "breakdown floor",
+    "objectives.duals": "ExponentiatedAscent ExtrapolationFromPast GradientAscent LinearWarmup NuPI",
+    "out": "saving shrinking",
+    "out.compaction": "CompactionError",
+    "out.reporting": "Report",
+}
+_RENAMED = {  # modules, by what they are now
+    "experiments.networks": "zoo",
+    "experiments.recipe": "recipes",
+    "experiments.store": "folders",
+    "experiments.study": "reproduce",
+    "experiments.train": "building capturing lagrangian parallel runs supply watch",
+    "experiments.train.loop": "training",
+    "gated.alive": "liveness",
+    "gated.counting": "census",
+    "graph.plan": "removal",
+    "graph.rehearsal": "trial",
+    "graph.rules": "layers",
+    "graph.values": "labels",
+    "out.compaction": "compact",
+    "out.reporting": "report",
+}
+_NEW = {old: f"{room}.{old}" for room, names in _KEPT_THEIR_NAME.items() for old in names.split()}
+_NEW |= {old: new for new, names in _RENAMED.items() for old in names.split()}
+
+
+class _Finder(MetaPathFinder):
+    """Asked last, when no other finder knows a module: `import ellzero.zoo`, `from ellzero import GradientAscent`."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        package, _, name = fullname.partition(".")
+        if package == __name__ and name in _NEW:
+            # Not `ModuleNotFoundError`: `from ellzero import …` would swallow it, and the new name with it.
+            raise ImportError(f"`{fullname}` is now `ellzero.{_NEW[name]}`", name=fullname)
+
+
+sys.meta_path.append(_Finder())
 if not TYPE_CHECKING:  # to a type checker `__getattr__` would mean that every name is there
-    __getattr__ = renamed.attribute
-renamed.watch_imports()
+
+    def __getattr__(name: str) -> NoReturn:
+        known = f"`ellzero.{name}` is now `ellzero.{_NEW[name]}`" if name in _NEW else None
+        raise AttributeError(known or f"module 'ellzero' has no attribute {name!r}", name=name)

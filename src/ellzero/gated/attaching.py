@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ def attach(
     where: Where | Callable[[], Where] = shrinkable,
     axes: Sequence[Axis] | None = None,
     limit: float = 600.0,
+    **_gone: Never,
 ) -> Gated:
     """Finds what can shrink in `model` and puts gates on it.
 
@@ -61,6 +62,9 @@ def attach(
         >>> [(name, tuple(gate.shape)) for name, gate in gated.named_gates()]
         [('0', (3,))]
     """
+    if _gone:
+        told = "its `streams` of version 0.1 is `where=l0.shrinkable(streams=True)` now"
+        raise TypeError(f"`attach` has no argument `{next(iter(_gone))}`; {told}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, Gated):
