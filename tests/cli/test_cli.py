@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from ellzero.cli import main
-from ellzero.cli.app import CommandError, resumable
+from ellzero.cli.campaigns import _trained
+from ellzero.cli.console import CommandError
 from ellzero.cli.inspecting import DTYPES, example, load_model
 from ellzero.experiments.train.loop import Stopped
 from ellzero.experiments.train.trainer import DivergedError
@@ -283,8 +284,11 @@ def test_what_cannot_be_parsed_is_code_2(args: tuple[str, ...], run: Run) -> Non
     ],
 )
 def test_a_training_of_many_runs_that_ends_early_is_one_line(error: BaseException, code: int, message: str) -> None:
-    with pytest.raises(CommandError) as said, resumable("go on", "take fewer"):
+    def work() -> None:
         raise error
+
+    with pytest.raises(CommandError) as said:
+        _trained(work, "go on", "take fewer", quiet=True)
     assert (said.value.code, str(said.value)) == (code, message)
 
 

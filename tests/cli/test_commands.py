@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ellzero
-from ellzero.cli import main, opening
-from ellzero.cli.app import CommandError, app
+from ellzero.cli import COMMANDS, main, opening
+from ellzero.cli.console import CommandError
 from ellzero.cli.training import _worthless
 from ellzero.experiments import data
 from ellzero.experiments import networks as zoo
@@ -720,7 +720,7 @@ def test_a_file_does_not_hide_a_named_recipe(tmp_path: Path) -> None:
 
 
 def test_every_command_has_help_with_an_example_that_begins_with_its_name(run: Run) -> None:
-    commands = list(app._subcommands)
+    commands = [command.__name__ for command in COMMANDS]
     assert {"train", "evaluate", "compact", "report", "recipes", "inspect"} <= set(commands)
     for command in commands:
         code, out, _ = run(command, "--help")

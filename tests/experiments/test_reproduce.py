@@ -23,7 +23,7 @@ import pytest
 import torch
 from scipy import stats
 
-import ellzero.cli.studies as command
+import ellzero.cli.campaigns as command
 from ellzero.cli import main, opening
 from ellzero.experiments import study as making
 from ellzero.experiments.campaign import CampaignError

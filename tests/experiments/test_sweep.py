@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from ellzero.cli import campaigns as command
 from ellzero.cli import main
-from ellzero.cli import sweeping as command
 from ellzero.experiments import sweep as sweeping
 from ellzero.experiments.campaign import CampaignError
 from ellzero.experiments.data import DataError, Dataset, load

@@ -681,7 +681,7 @@ def test_figures_are_drawn_with_their_captions(copy: Path, tmp_path: Path, capsy
 
 def test_figures_need_matplotlib(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("ellzero.experiments.figures.can_draw", lambda: False)
-    monkeypatch.setattr("ellzero.cli.reporting.can_draw", lambda: False)
+    monkeypatch.setattr("ellzero.cli.runs.can_draw", lambda: False)
     assert main(["report", str(finished), "--figures", str(tmp_path)]) == 1
     assert "ellzero[plots]" in capsys.readouterr().err
     with pytest.raises(PlotsMissingError):

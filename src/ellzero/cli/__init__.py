@@ -1,35 +1,28 @@
 """The command line: `ellzero COMMAND …`.
 
-`app` has what the commands share; the other modules hold the commands, which register themselves when they are
-imported here. Names as strings end in this package: below it, objects are passed.
+A command is a function with type hints and a docstring, from which its arguments and its help come. `console` has what
+all of them share, `opening` what those about runs do. Names as strings end in this package: below, objects are passed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from tyro.conf import FlagCreatePairsOff
+from tyro.extras import SubcommandApp
 
-from ellzero.cli import (
-    app,
-    compacting,
-    evaluating,
-    explaining,
-    inspecting,
-    listing,
-    reporting,
-    studies,
-    sweeping,
-    training,
-)
-from ellzero.cli.app import INTERRUPTED, CommandError
-from ellzero.experiments.train import processes as parallel
+from ellzero.cli.campaigns import reproduce, sweep
+from ellzero.cli.console import INTERRUPTED, CommandError, foreseen, refuse, say, tell, warn
+from ellzero.cli.inspecting import inspect, method
+from ellzero.cli.runs import compact, evaluate, report
+from ellzero.cli.training import recipes, train
+from ellzero.experiments.train import processes
 from ellzero.out.saving import installed_version
 
-# The modules that hold the commands: importing them has registered these.
-COMMANDS = (training, evaluating, compacting, listing, reporting, inspecting, studies, sweeping, explaining)
+COMMANDS = (compact, evaluate, method, inspect, recipes, report, reproduce, sweep, train)  # as `--help` lists them
 SHELLS = ("bash", "zsh", "fish")
 DESCRIPTION = """Learn sparse PyTorch networks with L0 gates, and get a smaller plain network back.
 
@@ -49,33 +42,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all went well, 1 if the work failed, 2 for bad usage, 130 if it was interrupted.
     """
-    args = list(sys.argv[1:] if argv is None else argv)
     try:
-        if args == ["--version"]:
-            app.say(f"ellzero {installed_version()}")
-            return 0
-        if args[:1] == ["--print-completion"]:
-            if len(args) != 2 or args[1] not in SHELLS:
-                raise CommandError(f"`--print-completion` must be followed by {', '.join(SHELLS)}, got {args[1:]}")
-            args = ["--tyro-print-completion", args[1]]
-        with app.plain_warnings():
-            app.app.cli(prog="ellzero", description=DESCRIPTION, args=args or ["--help"], config=(FlagCreatePairsOff,))
+        with warnings.catch_warnings(), foreseen():
+            warnings.showwarning = lambda message, *_, **__: warn(message)  # without the line of code it comes from
+            _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except CommandError as error:
-        rank = int(os.environ.get("RANK", "0")) if parallel.launched() else 0
+        rank = int(os.environ.get("RANK", "0")) if processes.launched() else 0
         if error.code != INTERRUPTED:
             who = f"ellzero: process {rank}" if rank else "ellzero"  # each may have a reason of its own
-            sys.stderr.write(f"{who}: error: {error}\n")
+            tell(f"{who}: error: {error}")
         elif rank == 0:
-            sys.stderr.write(f"ellzero: {error}\n")
+            tell(f"ellzero: {error}")
         return error.code
     except KeyboardInterrupt:
-        sys.stderr.write("ellzero: interrupted\n")
+        tell("ellzero: interrupted")
         return INTERRUPTED
     except BrokenPipeError:  # `ellzero recipes | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return 0
     return 0
+
+
+def _run(args: list[str]) -> None:
+    if args == ["--version"]:
+        say(f"ellzero {installed_version()}")
+        return
+    if args[:1] == ["--print-completion"]:
+        known = len(args) == 2 and args[1] in SHELLS
+        refuse(not known, f"`--print-completion` must be followed by {', '.join(SHELLS)}, got {args[1:]}")
+        args = ["--tyro-print-completion", args[1]]
+    app = SubcommandApp()
+    for command in COMMANDS:
+        app.command(command)
+    app.cli(prog="ellzero", description=DESCRIPTION, args=args or ["--help"], config=(FlagCreatePairsOff,))
 
 
 __all__ = ["CommandError", "main"]

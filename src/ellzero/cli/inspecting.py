@@ -1,26 +1,27 @@
-"""The command that looks at a model of the user's own: `inspect` prints its axes. Knows nothing of recipes or runs."""
+"""The commands that need no run: `inspect` prints the axes of a user's own model, `method` writes the method's page."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+import webbrowser
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from tyro.conf import Positional, UseAppendAction, arg
 
-from ellzero.cli.app import FAILED, CommandError, app, few, quiet, said, show, show_json
+from ellzero import page
+from ellzero.cli.console import FAILED, CommandError, few, quiet, refuse, said, say, show, show_json
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.rehearsal import proven
 from ellzero.graph.tracing import TraceError, as_inputs, trace
+from ellzero.out.tables import new_table
 
 DTYPES = {
     "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
@@ -28,7 +29,6 @@ DTYPES = {
 }  # fmt: skip
 
 
-@app.command
 def inspect(
     target: Annotated[str, Positional, arg(metavar="MODULE:CALLABLE")],
     input: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="[DTYPE:]SIZES")] = (),
@@ -49,8 +49,7 @@ def inspect(
         json: print JSON: axes with all tensors that they lie on.
     """
     inputs = tuple(example(text) for text in input)
-    if not inputs:
-        raise CommandError("`--input` must be given once for each argument of the model, such as --input 1,1,28,28")
+    refuse(not inputs, "`--input` must be given once for each argument of the model, such as --input 1,1,28,28")
     model = load_model(target)
     with quiet():
         try:
@@ -80,9 +79,7 @@ def _view(axis: Axis, streams: bool) -> dict[str, Any]:
 
 
 def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[dict[str, Any]]) -> Group:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("axis", "units", "written by", "along with", "read by", "state"):
-        table.add_column(title, overflow="fold")
+    table = new_table("", ("axis", "units", "written by", "along with", "read by", "state"), fold=True)
     table.columns[1].justify = "right"
     for v in views:
         writers, readers = _layers(v["writes"]), _layers(v["reads"])
@@ -100,38 +97,27 @@ def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[dict[str
 
 def _layers(places: Sequence[dict[str, Any]]) -> list[str]:
     """The layers that own the tensors, `×n` where they see a unit as n entries (a flattened map)."""
-    names = [
-        (p["tensor"].rpartition(".")[0] or p["tensor"], p["entries"] if len(p["dims"]) == 1 else 1) for p in places
-    ]
-    return list(dict.fromkeys(name if entries <= 1 else f"{name} ×{entries}" for name, entries in names))
-
-
-# ---------------------------------------------------------------- from words to objects
+    names = []
+    for p in places:
+        times = f" ×{p['entries']}" if len(p["dims"]) == 1 and p["entries"] > 1 else ""
+        names.append((p["tensor"].rpartition(".")[0] or p["tensor"]) + times)
+    return list(dict.fromkeys(names))
 
 
 def load_model(target: str) -> nn.Module:
-    """The model that `MODULE:CALLABLE` names.
-
-    Raises:
-        CommandError: there is no such thing, or it is not a model.
-    """
+    """The model that `MODULE:CALLABLE` names."""
     where, _, what = target.partition(":")
-    if not where or not what:
-        raise CommandError(
-            f"`MODULE:CALLABLE` must name a module and what is in it, such as my_models:LeNet, got {target!r}"
-        )
-    if where.endswith(".py") or "/" in where:
-        raise CommandError(f"`MODULE` must be written as in an import statement, `a.b` and not `a/b.py`, got {where!r}")
-    here = str(Path.cwd())
-    if here not in sys.path:
+    named = f"`MODULE:CALLABLE` must name a module and what is in it, such as my_models:LeNet, got {target!r}"
+    refuse(not where or not what, named)
+    written = f"`MODULE` must be written as in an import statement, `a.b` and not `a/b.py`, got {where!r}"
+    refuse(where.endswith(".py") or "/" in where, written)
+    if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(where)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{where}.".startswith(f"{error.name}."):
-            raise CommandError(f"there is no module `{error.name}` here or among the installed packages") from error
-        raise CommandError(f"importing `{where}` failed: {said(error)}") from error
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
+            raise CommandError(f"there is no module `{error.name}` here or among the installed packages") from error
         raise CommandError(f"importing `{where}` failed: {said(error)}") from error
     try:
         found: Any = reduce(getattr, what.split("."), module)
@@ -140,8 +126,8 @@ def load_model(target: str) -> nn.Module:
         hint = f"; its models are {', '.join(few(models))}" if models else ""
         raise CommandError(f"module `{where}` has no `{what}`{hint}") from None
     if not isinstance(found, nn.Module):
-        if not callable(found):
-            raise CommandError(f"`{target}` must be a model or something that gives one, got {type(found).__name__}")
+        kind = type(found).__name__
+        refuse(not callable(found), f"`{target}` must be a model or something that gives one, got {kind}")
         try:
             found = found()
         except (Exception, SystemExit) as error:
@@ -152,25 +138,44 @@ def load_model(target: str) -> nn.Module:
 
 
 def example(text: str) -> Tensor:
-    """An example input from its description `[DTYPE:]SIZES`.
-
-    Raises:
-        CommandError: it is not one.
-
-    Example:
-        >>> example("int:2,5").shape, example("1,3").dtype
-        (torch.Size([2, 5]), torch.float32)
-    """
+    """An example input from its description `[DTYPE:]SIZES`."""
     kind, colon, sizes = text.rpartition(":")
     dtype = DTYPES.get(kind if colon else "float")
     if dtype is None:
         raise CommandError(f"`--input` must have one of the dtypes {', '.join(DTYPES)}, got {kind!r} in {text!r}")
     shape = [int(size) if size.strip().isdecimal() else 0 for size in sizes.split(",")]
-    if min(shape) < 1:
-        raise CommandError(
-            f"`--input` must be sizes of at least 1 with commas between, such as 1,1,28,28, got {text!r}"
-        )
+    wanted = "sizes of at least 1 with commas between, such as 1,1,28,28"
+    refuse(min(shape) < 1, f"`--input` must be {wanted}, got {text!r}")
     generator = torch.Generator().manual_seed(0)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)  # any embedding has an entry 0 and 1
+
+
+def method(out: Annotated[str, arg(metavar="FILE")] = "method.html", open: bool = False) -> None:
+    """Write a page about the hard concrete gate, with sliders: Figures 1 and 2 of Louizos et al. (2018).
+
+    For example: ellzero method --open
+
+    The page is one file that needs no network. Plotly and jinja2 must be installed (the extra `page`).
+
+    Args:
+        out: the file; one that is there must be such a page, and is written anew.
+        open: show it in the browser.
+    """
+    file = Path(out)
+    refuse(file.suffix.lower() not in (".html", ".htm"), f"`--out` must be a file that ends in .html, got {out!r}")
+    other = file.exists() and not _is_page(file)
+    refuse(other, f"`--out` must be a new file or a page of ellzero's, and {out!r} is something else")
+    page.write(page.method_page(), file)
+    say(str(file))
+    shown = not open or webbrowser.open(file.resolve().as_uri())
+    refuse(not shown, f"no browser was found; open {out!r} yourself", FAILED)
+
+
+def _is_page(file: Path) -> bool:
+    try:
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            return '<meta name="generator" content="ellzero' in stream.read(2000)
+    except OSError:  # a folder, or not ours to read
+        return False

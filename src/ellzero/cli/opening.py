@@ -6,7 +6,7 @@ What the commands about runs share. No command is here. Every function here rais
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import make_dataclass
 from functools import cache
 from pathlib import Path
@@ -14,15 +14,15 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from ellzero.cli.app import FAILED, CommandError, foreseen
+from ellzero.cli.console import FAILED, CommandError, foreseen, refuse
 from ellzero.experiments import data, papers
-from ellzero.experiments.data import Dataset, scaled
+from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import FIELDS, Recipe, from_strings, refuse_idle
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train import processes as parallel
+from ellzero.experiments.train import processes
 from ellzero.experiments.train.loop import restore
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
@@ -30,23 +30,34 @@ from ellzero.out.compaction import compact
 
 COMPACT = "compact.safetensors"  # in the folder of a run
 
+
+def option(metavar: str, default: str = "", **more: Any) -> Any:
+    """How the help writes an option that may be absent, and what it is then."""
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})" if default else "", **more)
+
+
 Device = Literal["auto", "cpu", "cuda"]
-DataDir = Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")]
+DataDir = Annotated[str | None, option("FOLDER")]
 RunPath = Annotated[str, Positional, arg(metavar="RUN")]
-Index = Annotated[int | None, arg(metavar="N", help_behavior_hint="")]
+Index = Annotated[int | None, option("N")]
+RecipeName = Annotated[str | None, Positional, option("RECIPE")]
+Every = Annotated[int | None, option("N", "1")]
 
-
-# ---------------------------------------------------------------- recipes
+# One option for each field of a recipe, as text: tyro makes them from this class.
+Fields: Any = make_dataclass(
+    "Fields",
+    [(name, Annotated[str | None, option("VALUE", help=known.sentence)], None) for name, known in FIELDS.items()],
+)
+Fields.__doc__ = (
+    "Fields of the recipe, in place of its own values. Values are written as in TOML: --at-most 0.2, "
+    "--at-most '{\"fc1\" = 0.2}', --milestones '[60, 120]', --gate-lr none."
+)
+ChosenFields = Annotated[Any, OmitArgPrefixes, arg(constructor=Fields)]
 
 
 def find_recipe(text: str) -> Recipe:
-    """The recipe of this name, or in this TOML file.
-
-    Example:
-        >>> find_recipe("demo").network
-        'lenet5'
-    """
-    with foreseen(bad_usage=(ValueError,)):
+    """The recipe of this name, or in this TOML file."""
+    with foreseen(ValueError):
         if text not in papers.RECIPES and (text.endswith(".toml") or Path(text).is_file()):
             if not Path(text).is_file():
                 raise CommandError(f"there is no recipe {text!r}: no such file")
@@ -54,87 +65,47 @@ def find_recipe(text: str) -> Recipe:
         return papers.get(text)
 
 
-# One option for each field of a recipe, as text: tyro makes them from this class.
-Fields: Any = make_dataclass(
-    "Fields",
-    [
-        (name, Annotated[str | None, arg(metavar="VALUE", help=known.sentence, help_behavior_hint="")], None)
-        for name, known in FIELDS.items()
-    ],
-)
-Fields.__doc__ = (
-    "Fields of the recipe, in place of its own values. Values are written as in TOML: --at-most 0.2, "
-    "--at-most '{\"fc1\" = 0.2}', --milestones '[60, 120]', --gate-lr none."
-)
-
-
-def changes(chosen: Any) -> dict[str, Any]:
-    """The fields that were given, as values.
-
-    Example:
-        >>> changes(Fields(epochs="3", at_most='{"fc1" = 0.2}'))
-        {'at_most': {'fc1': 0.2}, 'epochs': 3}
-    """
-    return from_strings({name: text for name, text in vars(chosen).items() if text is not None})
-
-
-def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with these values, each of which must change something."""
-    with foreseen(bad_usage=(ValueError,)):
+def override(recipe: Recipe, fields: Any) -> Recipe:
+    """The recipe with the `Fields` that were given, each of which must change something."""
+    values = from_strings({name: text for name, text in vars(fields).items() if text is not None})
+    with foreseen(ValueError):
         changed = recipe.override(**values)
         refuse_idle(changed, values)
         return changed
 
 
-# ---------------------------------------------------------------- devices and data
-
-
 def find_device(word: Device, begun_on: str | None = None) -> torch.device:
-    """The device of this name.
-
-    Args:
-        word: "auto" for the kind that the run was begun on; for a new one a GPU where there is one.
-        begun_on: `about["device"]` of the run.
-    """
+    """The device of this name; `auto` is the kind that the run was begun on, for a new one a GPU where there is one."""
     there = torch.cuda.is_available()
-    if word == "cuda" and not there:
-        raise CommandError("`--device cuda` needs a GPU and a torch that can use it, and there is none here", FAILED)
+    none = "`--device cuda` needs a GPU and a torch that can use it, and there is none here"
+    refuse(word == "cuda" and not there, none, FAILED)
     if word == "auto" and begun_on is not None:
         word = "cpu" if begun_on.startswith("CPU") else "cuda"
-        if word == "cuda" and not there:
-            raise CommandError(
-                f"the run was begun on {begun_on}, and there is no GPU here; `--device cpu` uses the CPU", FAILED
-            )
-    if word == "auto":
+        other = f"the run was begun on {begun_on}, and there is no GPU here; `--device cpu` uses the CPU"
+        refuse(word == "cuda" and not there, other, FAILED)
+    elif word == "auto":
         word = "cuda" if there else "cpu"
     return torch.device(word)
 
 
 def refuse_several(command: str) -> None:
     """Says no to `torchrun`, whose processes would all do the same work in the same folder."""
-    if parallel.launched():
-        raise CommandError(
-            f"`{command}` trains in one process, which trains many runs together: start it without torchrun"
-        )
+    why = "trains in one process, which trains many runs together"
+    refuse(processes.launched(), f"`{command}` {why}: start it without torchrun")
 
 
-def refuse_below_one(numbers: Mapping[str, int | None]) -> None:
-    """Says no to options that are counts, and less than one.
-
-    Raises:
-        CommandError: one is.
-    """
-    for option, number in numbers.items():
-        if number is not None and number < 1:
-            raise CommandError(f"`--{option}` must be at least 1, got {number}")
+def refuse_below_one(**numbers: int | None) -> None:
+    """Says no to options that are counts, and less than one."""
+    for name, number in numbers.items():
+        option = name.replace("_", "-")
+        refuse(number is not None and number < 1, f"`--{option}` must be at least 1, got {number}")
 
 
 def load_data(name: str, data_dir: str | None, device: torch.device) -> Dataset:
     """A data set."""
-    if data_dir is not None and not Path(data_dir).expanduser().is_dir():
-        raise CommandError(f"`--data-dir` must be a folder that exists, got {data_dir!r}")
-    with foreseen():
-        return data.load(name, data_dir, device)
+    there = data_dir is None or Path(data_dir).expanduser().is_dir()
+    refuse(not there, f"`--data-dir` must be a folder that exists, got {data_dir!r}")
+    return data.load(name, data_dir, device)
 
 
 def loader(data_dir: str | None, device: Device, begun_on: str | None = None) -> Callable[[str], Dataset]:
@@ -142,16 +113,12 @@ def loader(data_dir: str | None, device: Device, begun_on: str | None = None) ->
     return cache(lambda name: load_data(name, data_dir, find_device(device, begun_on)))
 
 
-# ---------------------------------------------------------------- runs
-
-
 def open_run(path: str) -> Folder:
     """The run in a folder."""
     if not Path(path, "run.json").exists():
         there = "is no folder of a run: there is no `run.json` in it" if Path(path).is_dir() else "is no folder"
         raise CommandError(f"{path!r} {there}; `ellzero train` makes one")
-    with foreseen():
-        return Folder.open(path)
+    return Folder.open(path)
 
 
 def choose(folder: Folder, index: int | None) -> int:
@@ -160,35 +127,23 @@ def choose(folder: Folder, index: int | None) -> int:
     if index is None and count > 1:
         names = "; ".join(f"{number}: {r.name}, seed {r.seed}" for number, r in enumerate(folder.recipes))
         raise CommandError(f"{str(folder.path)!r} holds {count} runs, choose one by `--index`: {names}")
-    if index is not None and not 0 <= index < count:
-        raise CommandError(f"`--index` must be from 0 to {count - 1}, got {index}")
+    refuse(not 0 <= (index or 0) < count, f"`--index` must be from 0 to {count - 1}, got {index}")
     return index or 0
 
 
 def restored(folder: Folder, dataset: Dataset | None = None) -> Trainer:
-    """A run as its newest checkpoint has it.
-
-    Args:
-        folder: of the run.
-        dataset: its data; noise of the same shape if absent, with which the network can be looked at but not tested.
-    """
-    if not checkpoint.steps(folder.checkpoints):
-        raise CommandError(
-            f"{str(folder.path)!r} has no checkpoint yet; `ellzero train --resume {folder.path}` goes on", FAILED
-        )
-    recipe = folder.recipes[0]
-    with foreseen(bad_usage=(ValueError,)):
+    """A run as its newest checkpoint has it; without its data it can be looked at, but not tested."""
+    home, recipe = folder.path, folder.recipes[0]
+    none = f"{str(home)!r} has no checkpoint yet; `ellzero train --resume {home}` goes on"
+    refuse(not checkpoint.steps(folder.checkpoints), none, FAILED)
+    with foreseen(ValueError):
         return restore(folder, data.stand_in(recipe.data, recipe.batch) if dataset is None else dataset)
-
-
-# ---------------------------------------------------------------- networks
 
 
 def small_network(network: nn.Module) -> nn.Module:
     """The compact network; a dense one as it is."""
     network = network.cpu().eval()
-    with foreseen():
-        return compact(network).eval() if isinstance(network, Gated) else network
+    return compact(network).eval() if isinstance(network, Gated) else network
 
 
 def size(network: nn.Module) -> int:
@@ -199,12 +154,10 @@ def size(network: nn.Module) -> int:
 @torch.no_grad()
 def error_of(network: nn.Module, recipe: Recipe, dataset: Dataset, chunk: int = 1000) -> float:
     """Percent of the test images that a network gets wrong, scaled as the recipe says."""
-    device = dataset.test_x.device
-    network = network.to(device).eval()
+    network = network.to(dataset.test_x.device).eval()
     scale = () if recipe.scaling == "unit" else (dataset.mean, dataset.std)
-    wrong = 0
-    for x, y in zip(dataset.test_x.split(chunk), dataset.test_y.split(chunk), strict=True):
-        wrong += int((network(scaled(x, *scale)).argmax(-1) != y).sum())
+    chunks = zip(dataset.test_x.split(chunk), dataset.test_y.split(chunk), strict=True)
+    wrong = sum(int((network(data.scaled(x, *scale)).argmax(-1) != y).sum()) for x, y in chunks)
     return 100 * wrong / len(dataset.test_y)
 
 

@@ -1,4 +1,4 @@
-"""The command that trains: `train`. It begins a run in a folder, or takes one up again, and ends with a small network.
+"""The commands that begin: `recipes` lists what can be trained, `train` begins a run or takes one up again.
 
 The loop is in `experiments.train`, and what it leaves on the disk in `experiments.store`; here are the words around it.
 """
@@ -8,50 +8,89 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from torch import nn
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import Positional, arg
 
 from ellzero import page
 from ellzero.cli import opening
-from ellzero.cli.app import FAILED, INTERRUPTED, CommandError, app, foreseen, say, show, show_json, warn
-from ellzero.cli.opening import COMPACT, DataDir, Device, Fields
+from ellzero.cli.console import FAILED, INTERRUPTED, CommandError, foreseen, refuse, say, show, show_json, warn
+from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, RecipeName, option
 from ellzero.experiments.data import Dataset
+from ellzero.experiments.papers import RECIPES
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.checkpoint import steps
 from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.store.provenance import provenance
-from ellzero.experiments.train import processes as parallel
-from ellzero.experiments.train.loop import Stopped
-from ellzero.experiments.train.loop import train as run_training
-from ellzero.experiments.train.trainer import DivergedError
+from ellzero.experiments.train import loop, processes
+from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher, Bar, TensorBoard
 from ellzero.gated.module import Gated
 from ellzero.out.files import FileError
 from ellzero.out.reporting import report
 from ellzero.out.saving import save
+from ellzero.out.tables import new_table
 
-_BOARD = "tensorboard"
+
+def recipes(
+    name: Annotated[str | None, Positional, option("NAME")] = None, json: bool = False, toml: bool = False
+) -> None:
+    """List the named recipes, or print one in full.
+
+    For example: ellzero recipes gallego-mlp > mine.toml
+
+    Args:
+        name: of a recipe, or a TOML file; all of them if absent.
+        json: print JSON, all fields.
+        toml: print TOML, all fields, as for one recipe.
+    """
+    refuse(json and toml, "`--json` and `--toml` exclude each other")
+    if name is not None:
+        recipe = opening.find_recipe(name)
+        show_json(recipe.to_dict()) if json else say(recipe.to_toml().rstrip())
+    elif json:
+        show_json([recipe.to_dict() for recipe in RECIPES.values()])
+    elif toml:
+        say("\n".join(f'["{name}"]\n{recipe.to_toml()}' for name, recipe in RECIPES.items()).rstrip())
+    else:
+        table = new_table("", ["name", "network", "data", "objective"], ["epochs"], fold=True)
+        for recipe in RECIPES.values():
+            tuned = f" + {recipe.finetune_epochs}" if recipe.finetune_epochs else ""
+            table.add_row(recipe.name, recipe.network, recipe.data, _objective(recipe), f"{recipe.epochs}{tuned}")
+        show(table)
+        say("`ellzero recipes NAME` prints one in full, `ellzero train NAME` trains it.")
 
 
-@app.command
+def _objective(recipe: Recipe) -> str:
+    """In a few words."""
+    if recipe.placement is None:
+        return "dense" if not recipe.dropout else f"dense, dropout {recipe.dropout}"
+    value = recipe.at_most if recipe.penalty is None else recipe.penalty
+    words = f"{recipe.on} {recipe.cost} ≤" if recipe.penalty is None else "penalty, c ="
+    if not isinstance(value, dict):
+        return f"{words} {value:g}"
+    if len(value) > 4 and len(set(value.values())) == 1:
+        return f"{words} {next(iter(value.values())):g} each"
+    return f"{words} {', '.join(f'{name} {number:g}' for name, number in value.items())}"
+
+
 def train(
-    recipe: Annotated[str | None, Positional, arg(metavar="RECIPE", help_behavior_hint="")] = None,
-    out: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="(default: runs/NAME-seedN)")] = None,
-    resume: Annotated[str | None, arg(metavar="FOLDER", help_behavior_hint="")] = None,
+    recipe: RecipeName = None,
+    out: Annotated[str | None, option("FOLDER", "runs/NAME-seedN")] = None,
+    resume: Annotated[str | None, option("FOLDER")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
-    every: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 1)")] = None,
+    every: Every = None,
     save_seconds: Annotated[float, arg(metavar="S")] = 60.0,
     tensorboard: bool = False,
     json: bool = False,
     quiet: bool = False,
-    fields: Annotated[Any, OmitArgPrefixes, arg(constructor=Fields)] = Fields(),  # noqa: B008 (never written to)
+    fields: ChosenFields = Fields(),  # noqa: B008 (never written to)
 ) -> None:
     """Train a recipe, and make the compact network of it; or take up a run that was stopped.
 
@@ -79,126 +118,111 @@ def train(
         fields: of the recipe, in place of its own values, written as in TOML: --at-most 0.2, --gate-lr none,
             --at-most '{"fc1" = 0.2}', --milestones '[60, 120]'.
     """
-    if every is not None and every < 1:
-        raise CommandError(f"`--every` must be at least 1, got {every}")
-    if not save_seconds >= 0:
-        raise CommandError(f"`--save-seconds` must be at least 0, got {save_seconds}")
-    values = opening.changes(fields)
-    run = _new(recipe, out, values) if resume is None else _old(resume, recipe, out, values)
+    opening.refuse_below_one(every=every)
+    refuse(not save_seconds >= 0, f"`--save-seconds` must be at least 0, got {save_seconds}")
+    run = _new(recipe, out, fields) if resume is None else _old(resume, recipe, out, fields)
     data_dir = run.about.get("data_dir") if data_dir is None else data_dir
-    watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
-    if tensorboard or (run.path / _BOARD).is_dir():
-        with foreseen(failed=(ImportError,)):
-            watchers.append(TensorBoard(run.path / _BOARD))
+    every = every or run.about.get("every") or 1
+    watchers = _watchers(quiet, run.path / "tensorboard", tensorboard)
     kind = opening.find_device(device, run.about.get("device"))
-    with _lost_in_words(run.path), parallel.group(kind) as where:
-        _train(run, resume is None, where, data_dir, every or run.about.get("every") or 1, watchers, save_seconds, json)
+    try:
+        with processes.group(kind) as where, foreseen():
+            dataset = opening.load_data(run.recipes[0].data, data_dir, where)  # before there is a folder
+            run = _made(run, where, data_dir, every) if resume is None else run
+            trainer = _trained(run, dataset, resume is None, every, watchers, save_seconds)
+            if processes.rank() == 0:
+                _finish(run, trainer.network(0), dataset, json)
+    except processes.ProcessError as error:
+        begun = (run.path / "run.json").exists()
+        hint = f"; it goes on from its newest checkpoint with: {_again(run.path)}" if begun else ""
+        raise CommandError(f"{error}{hint}", FAILED) from error
 
 
-def _new(recipe: str | None, out: str | None, values: dict[str, Any]) -> Folder:
+def _new(recipe: str | None, out: str | None, fields: Any) -> Folder:
     """The run that is asked for; its folder is not there yet."""
     if recipe is None:
-        raise CommandError(
-            "`RECIPE` must be given, such as `ellzero train demo` (`ellzero recipes` lists them), or `--resume FOLDER`"
-        )
-    chosen = opening.override(opening.find_recipe(recipe), values)
+        lists = "(`ellzero recipes` lists them)"
+        raise CommandError(f"`RECIPE` must be given, such as `ellzero train demo` {lists}, or `--resume FOLDER`")
+    chosen = opening.override(opening.find_recipe(recipe), fields)
     home = Path("runs", f"{chosen.name}-seed{chosen.seed}") if out is None else Path(out)
-    if home.exists() and not home.is_dir():
-        raise CommandError(f"`--out` must be a folder, got the file {str(home)!r}")
-    if (home / "run.json").exists():
-        raise CommandError(
-            f"{str(home)!r} holds a run already: {_again(home)} continues it, another `--out` begins a new one"
-        )
+    refuse(home.exists() and not home.is_dir(), f"`--out` must be a folder, got the file {str(home)!r}")
+    ways = f"{_again(home)} continues it, another `--out` begins a new one"
+    refuse((home / "run.json").exists(), f"{str(home)!r} holds a run already: {ways}")
     return Folder(home, [chosen], {})
 
 
-def _old(path: str, recipe: str | None, out: str | None, values: dict[str, Any]) -> Folder:
+def _old(path: str, recipe: str | None, out: str | None, fields: Any) -> Folder:
     """The run to go on with, which must be of the recipe that is asked for, if one is."""
-    if out is not None:
-        raise CommandError("`--out` is for a new run, and `--resume` goes on in the run's own folder: give one of them")
+    both = "`--out` is for a new run, and `--resume` goes on in the run's own folder: give one of them"
+    refuse(out is not None, both)
     folder = opening.open_run(path)
-    if len(folder.recipes) > 1:
-        begun = folder.about.get("command")
-        hint = f"; it goes on with the command that began it: {begun}" if begun else ""
-        raise CommandError(f"{path!r} holds a stack of {len(folder.recipes)} runs{hint}")
-    own = folder.recipes[0]
-    asked = opening.override(own if recipe is None else opening.find_recipe(recipe), values)
-    if asked.digest() != own.digest():
-        there, here = own.to_dict(), asked.to_dict()
-        differ = [f"`{k}` is {there[k]} there and {here[k]} here" for k in there if there[k] != here[k] and k != "name"]
-        raise CommandError(
-            f"{path!r} is a run of another recipe: {'; '.join(differ) or 'the same fields in another order'}. "
-            f"`--resume` alone goes on with its own; a run of another recipe needs a folder of its own (`--out`)"
-        )
+    own, *others = folder.recipes
+    begun = folder.about.get("command")
+    hint = f"; it goes on with the command that began it: {begun}" if begun else ""
+    refuse(others, f"{path!r} holds a stack of {len(folder.recipes)} runs{hint}")
+    asked = opening.override(own if recipe is None else opening.find_recipe(recipe), fields)
+    there, here = own.to_dict(), asked.to_dict()
+    differ = [f"`{k}` is {there[k]} there and {here[k]} here" for k in there if there[k] != here[k] and k != "name"]
+    refuse(
+        asked.digest() != own.digest(),
+        f"{path!r} is a run of another recipe: {'; '.join(differ) or 'the same fields in another order'}. "
+        f"`--resume` alone goes on with its own; a run of another recipe needs a folder of its own (`--out`)",
+    )
     return folder
 
 
-def _train(
-    run: Folder,
-    new: bool,
-    device: torch.device,
-    data_dir: str | None,
-    every: int,
-    watchers: list[AbstractWatcher],
-    save_seconds: float,
-    json: bool,
-) -> None:
-    # First: a run that cannot begin leaves no folder behind.
-    dataset = opening.load_data(run.recipes[0].data, data_dir, device)
-    if new:
-        about = {"data_dir": None if data_dir is None else str(Path(data_dir).resolve()), "every": every}
-        _make(run.path, run.recipes[0], {**provenance(device), **about})
-    folder = opening.open_run(str(run.path))
-    parallel.gathered(None)  # all have opened it, before one may find that the run cannot begin
-    try:
-        with foreseen(bad_usage=(ValueError,), failed=(DivergedError, torch.OutOfMemoryError)):
-            trainer = run_training(
-                folder.recipes, dataset, folder, every=every, watchers=watchers, save_seconds=save_seconds
-            )
-    except Stopped as stopped:
-        raise CommandError(f"{stopped}: saved; resume with: {_again(run.path)}", INTERRUPTED) from stopped
-    except KeyboardInterrupt as error:  # the second one, which does not wait for the step
-        if not (saved := steps(folder.checkpoints)):
-            raise
-        message = f"interrupted; the newest checkpoint is of step {saved[-1]}; resume with: {_again(run.path)}"
-        raise CommandError(message, INTERRUPTED) from error
-    finally:
-        if new and parallel.rank() == 0:
-            _discard_unbegun(folder)
-    if parallel.rank() == 0:
-        _finish(folder, trainer.network(0), dataset, json)
-
-
-@contextmanager
-def _lost_in_words(home: Path) -> Iterator[None]:
-    try:
-        yield
-    except parallel.ProcessError as error:
-        hint = f"; it goes on from its newest checkpoint with: {_again(home)}" if (home / "run.json").exists() else ""
-        raise CommandError(f"{error}{hint}", FAILED) from error
+def _watchers(quiet: bool, board: Path, asked: bool) -> list[AbstractWatcher]:
+    watchers: list[AbstractWatcher] = [] if quiet else [Bar()]
+    if asked or board.is_dir():
+        try:
+            watchers.append(TensorBoard(board))
+        except ImportError as error:
+            raise CommandError(str(error), FAILED) from error
+    return watchers
 
 
 def _again(home: Path) -> str:
     """The command that goes on with a run, with as many processes."""
     start = ["ellzero"]
-    if parallel.launched():
+    if processes.launched():
         start = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1"), "-m", "ellzero"]
         if (nodes := os.environ.get("GROUP_WORLD_SIZE", "1")) != "1":
             start[1:1] = ["--nnodes", nodes]
     return shlex.join([*start, "train", "--resume", str(home)])
 
 
-def _make(home: Path, recipe: Recipe, about: dict[str, Any]) -> None:
-    """One process makes the folder, and all know whether it could."""
+def _made(run: Folder, device: torch.device, data_dir: str | None, every: int) -> Folder:
+    """A new run's folder: one process makes it, and all know whether it could."""
+    about = {"data_dir": None if data_dir is None else str(Path(data_dir).resolve()), "every": every}
     problem = None
-    if parallel.rank() == 0:
+    if processes.rank() == 0:
         try:
-            Folder.create(home, [recipe], about)
+            Folder.create(run.path, run.recipes, {**provenance(device), **about})
         except (FileError, FolderError) as error:
             problem = str(error)
-    problem = parallel.gathered(problem)[0]
-    if problem is not None:
+    if (problem := processes.gathered(problem)[0]) is not None:
         raise CommandError(problem, FAILED)
+    folder = opening.open_run(str(run.path))
+    processes.gathered(None)  # all have opened it, before one may find that the run cannot begin
+    return folder
+
+
+def _trained(
+    folder: Folder, data: Dataset, new: bool, every: int, watchers: Sequence[AbstractWatcher], save_seconds: float
+) -> Trainer:
+    try:
+        with foreseen(ValueError):
+            return loop.train(folder.recipes, data, folder, every=every, watchers=watchers, save_seconds=save_seconds)
+    except loop.Stopped as stopped:
+        raise CommandError(f"{stopped}: saved; resume with: {_again(folder.path)}", INTERRUPTED) from stopped
+    except KeyboardInterrupt as error:  # the second one, which does not wait for the step
+        if not (saved := steps(folder.checkpoints)):
+            raise
+        message = f"interrupted; the newest checkpoint is of step {saved[-1]}; resume with: {_again(folder.path)}"
+        raise CommandError(message, INTERRUPTED) from error
+    finally:
+        if new and processes.rank() == 0:
+            _discard_unbegun(folder)
 
 
 def _discard_unbegun(folder: Folder) -> None:
@@ -206,28 +230,24 @@ def _discard_unbegun(folder: Folder) -> None:
     with suppress(OSError, FolderError):
         if not folder.history() and not steps(folder.checkpoints):
             (folder.path / "run.json").unlink()
-            with suppress(OSError):
-                folder.path.rmdir()  # if nothing else is in it
-
-
-# ---------------------------------------------------------------- the end
+            folder.path.rmdir()  # if nothing else is in it
 
 
 def _finish(folder: Folder, network: nn.Module, dataset: Dataset, json: bool) -> None:
-    recipe, file = folder.recipes[0], folder.path / COMPACT
+    recipe, file = folder.recipes[0], folder.path / opening.COMPACT
     small = opening.small_network(network)
-    with foreseen():
-        save(small, file)
+    save(small, file)
     error, parameters = opening.error_of(small, recipe, dataset), opening.size(small)
-    result = (folder.results() or [{}])[0]
     seen = _page(folder, network, dataset)
     worthless = _worthless(folder, error, dataset)
     if worthless is not None:
         warn(worthless)
     if json:
+        result = (folder.results() or [{}])[0]
         done = {"file": str(file), "error": error, "parameters": parameters}
         written = str(seen) if isinstance(seen, Path) else None
-        show_json({"run": str(folder.path), "result": result, "compact": done, "page": written, "warning": worthless})
+        about = {"run": str(folder.path), "result": result, "compact": done, "page": written, "warning": worthless}
+        show_json(about)
         return
     if isinstance(network, Gated):
         show(report(network))

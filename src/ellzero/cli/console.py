@@ -1,7 +1,6 @@
-"""What the commands share: the application, exit codes, errors of one line, and how things are printed.
+"""What the commands share: exit codes, errors of one line, and how things are printed.
 
-A command is a function with type hints and a docstring, under `@app.command`; its arguments and its help come from
-these. It prints what was asked for to standard output. For what the user has to put right it raises `CommandError`,
+A command prints what was asked for to standard output. For what the user has to put right it raises `CommandError`,
 which `main` prints as one line. This file knows no command.
 """
 
@@ -12,31 +11,33 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
 from typing import Any, TextIO, final
 
 import torch
 from rich.console import Console
-from tyro.extras import SubcommandApp
 
+from ellzero.experiments.campaign import CampaignError
 from ellzero.experiments.data import DataError
+from ellzero.experiments.figures import PlotsMissingError
 from ellzero.experiments.store.checkpoint import CheckpointError
 from ellzero.experiments.store.folder import FolderError
-from ellzero.experiments.train.loop import Stopped
+from ellzero.experiments.study import StudyError
 from ellzero.experiments.train.trainer import DivergedError
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.out.compaction import CompactionError
 from ellzero.out.files import FileError
-from ellzero.out.reporting import render
+from ellzero.out.tables import WIDTH, render
+from ellzero.page import PageMissingError
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
-
-_REFUSALS: tuple[type[Exception], ...] = (
-    FileError, FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError,
+_MISTYPED: tuple[type[Exception], ...] = (StudyError, CampaignError)
+_FAILURES: tuple[type[Exception], ...] = (
+    FileError, FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError, DivergedError,
+    PageMissingError, PlotsMissingError, torch.OutOfMemoryError,
 )  # fmt: skip
-
-app = SubcommandApp()
 
 
 @final
@@ -48,54 +49,34 @@ class CommandError(Exception):
         self.code = code
 
 
-@contextmanager
-def foreseen(bad_usage: tuple[type[Exception], ...] = (), failed: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turns what the library and the disk say no to into a `CommandError`.
+def refuse(condition: object, message: str, code: int = BAD_USAGE) -> None:
+    """Raises `CommandError` where the condition holds."""
+    if condition:
+        raise CommandError(message, code)
 
-    Args:
-        bad_usage: errors that say that what was typed makes no sense.
-        failed: errors that say that the work failed, beside those that any command may meet.
-    """
+
+@contextmanager
+def foreseen(*bad_usage: type[Exception]) -> Iterator[None]:
+    """Turns what the library and the disk say no to into a `CommandError`; `bad_usage` says that it was mistyped."""
     try:
         yield
-    except bad_usage as error:
+    except (*_MISTYPED, *bad_usage) as error:
         raise CommandError(str(error)) from error
-    except (*_REFUSALS, *failed) as error:
+    except _FAILURES as error:
         raise CommandError(str(error), FAILED) from error
+    except BrokenPipeError:  # nobody reads what is printed: `main` knows
+        raise
     except OSError as error:
         where = f"{error.filename!r}: " if error.filename else ""
         raise CommandError(f"{where}{error.strerror or said(error)}", FAILED) from error
 
 
-@contextmanager
-def resumable(again: str, fewer: str) -> Iterator[None]:
-    """Turns the early end of a training of many runs into a `CommandError`.
-
-    Args:
-        again: the command that goes on with it.
-        fewer: what to do where the memory is not enough.
-    """
-    try:
-        yield
-    except Stopped as stopped:
-        raise CommandError(f"{stopped}: saved; resume with: {again}", INTERRUPTED) from stopped
-    except KeyboardInterrupt:  # the second one, which does not wait for the step
-        raise CommandError(f"interrupted; what was saved goes on with: {again}", INTERRUPTED) from None
-    except torch.OutOfMemoryError as error:
-        raise CommandError(f"{error}; {fewer}", FAILED) from error
-    except DivergedError as error:
-        raise CommandError(str(error), FAILED) from error
-
-
-# ---------------------------------------------------------------- printing
-
-
-def show(content: Any, width: int | None = None) -> None:
+def show(content: Any, width: int = WIDTH) -> None:
     """Prints anything that rich can print: in colour to a terminal, as plain text of a width elsewhere."""
     if sys.stdout.isatty():
         Console().print(content)
     else:
-        say(render(content) if width is None else render(content, width))
+        say(render(content, width))
 
 
 def show_json(content: Any) -> None:
@@ -108,18 +89,19 @@ def say(*lines: str) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
-def tell(line: str) -> None:
-    """Prints a line about the work to standard error, beside what was asked for."""
-    sys.stderr.write(f"{line}\n")
-
-
-def silent(line: str) -> None:
-    """Prints nothing, in place of `tell`."""
+def tell(*lines: str) -> None:
+    """Prints lines about the work to standard error, beside what was asked for."""
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
 
 
 def warn(message: object) -> None:
     """Prints what the user should know of, as one line, to standard error."""
     tell(f"ellzero: warning: {' '.join(str(message).split())}")
+
+
+def drawn(files: Iterable[Path]) -> list[str]:
+    """A line for each picture among the files."""
+    return [f"figure: {file}" for file in files if file.suffix in (".png", ".svg")]
 
 
 def few(names: Sequence[str], most: int = 6) -> list[str]:
@@ -130,21 +112,6 @@ def few(names: Sequence[str], most: int = 6) -> list[str]:
 def said(error: BaseException) -> str:
     """An error in words: its class and its message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-# ---------------------------------------------------------------- what others print
-
-
-@contextmanager
-def plain_warnings() -> Iterator[None]:
-    """Sends Python's warnings through `warn`, without the line of code that they come from."""
-
-    def shown(message: Warning | str, *_: object, **__: object) -> None:
-        warn(message)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = shown
-        yield
 
 
 @contextmanager
