@@ -21,7 +21,6 @@ from ellzero.experiments.campaign import (
     Campaign,
     CampaignError,
     activations,
-    differences,
     diverged,
     memory,
     room,
@@ -30,7 +29,7 @@ from ellzero.experiments.campaign import (
 )
 from ellzero.experiments.data import Dataset, load, stand_in
 from ellzero.experiments.papers import get
-from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.recipe import Recipe, differences
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.store.records import FolderError
 from ellzero.experiments.train import loop as training
@@ -264,7 +263,11 @@ def test_data_is_loaded_where_something_is_left_to_train(untrained: Untrained, t
         (lambda home: (home / "letter.txt").touch(), {"fresh": True}, "`--fresh` must be given a campaign's folder"),
         (lambda home: (home / "head.json").write_text("{"), {}, "damaged.*`--fresh` begins again"),
         (lambda home: (home / "head.json").write_text('{"format": "x"}'), {}, "format 'tests.campaign'"),
-        (lambda home: at(home).write({"lr": 1}), {}, r"other settings \(`lr` 1 and not 2\): give another folder"),
+        (
+            lambda home: at(home).write({"lr": 1}),
+            {},
+            r"other settings \(`lr` is 1 there and 2 here\): give another folder",
+        ),
         (lambda home: at(home).write({"lr": 2}), {"resume": False}, "`--resume` goes on with it"),
     ],
 )
@@ -291,8 +294,3 @@ def test_what_is_removed_is_its_own(untrained: Untrained, tmp_path: Path) -> Non
     at(tmp_path).clear()
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
     assert at(tmp_path / "nowhere").clear() is None
-
-
-def test_the_order_of_patterns_is_a_difference() -> None:
-    assert differences({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 2}}) == []
-    assert differences({"a": {"x": 1, "y": 2}}, {"a": {"y": 2, "x": 1}}) == ["`a` {x: 1, y: 2} and not {y: 2, x: 1}"]

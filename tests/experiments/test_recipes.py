@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ellzero.experiments import networks
 from ellzero.experiments.papers import RECIPES, get, load_toml
-from ellzero.experiments.recipe import FIELDS, Recipe, from_strings
+from ellzero.experiments.recipe import FIELDS, Recipe, differences, from_strings
 from ellzero.experiments.recipe.kinds import checked
 from ellzero.experiments.train.building import where
 from ellzero.graph.tracing import trace
@@ -378,3 +378,10 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
 def test_digests_are_the_same_in_every_process() -> None:
     """A changed field or default makes older checkpoints foreign: this number then changes, and knowingly."""
     assert get("louizos-mlp").digest()[:16] == "bd75a7b4ea25c7df"
+
+
+def test_the_order_of_patterns_is_a_difference() -> None:
+    assert differences({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 2}}) == []
+    assert differences({"a": {"x": 1, "y": 2}}, {"a": {"y": 2, "x": 1}}) == [
+        "`a` is {x: 1, y: 2} there and {y: 2, x: 1} here"
+    ]

@@ -307,9 +307,11 @@ def test_constraints_lost_in_a_crash_are_made_again(done: Any) -> None:
 
 def test_a_folder_with_other_settings_is_refused(done: Any) -> None:
     out, made, _, _ = done
-    with pytest.raises(CampaignError, match=r"other settings \(`seeds` 2 and not 3; `every` 1 and not 5\)"):
+    with pytest.raises(
+        CampaignError, match=r"other settings \(`seeds` is 2 there and 3 here; `every` is 1 there and 5 here\)"
+    ):
         reproduce(made, out, seeds=3, epochs=1, every=5)
-    with pytest.raises(CampaignError, match=r"other settings \(`epochs` 1 and not 2\)"):
+    with pytest.raises(CampaignError, match=r"other settings \(`epochs` is 1 there and 2 here\)"):
         reproduce(made, out, seeds=2)
     with pytest.raises(CampaignError, match=r"other settings \(other rows: second\)"):
         reproduce(made, out, seeds=2, epochs=1, only="first")
@@ -452,7 +454,7 @@ def test_the_command_trains_prints_stores_and_goes_on(capsys: pytest.CaptureFixt
     assert records == [json.loads((out / f"{n}.json").read_text()) for n in ("louizos-mlp", "louizos-mlp-sep")]
     # Other settings.
     assert main([*LIGHT, *only, "--every", "2", "--resume"]) == 2
-    assert "other settings (`every` 1 and not 2)" in capsys.readouterr().err
+    assert "other settings (`every` is 1 there and 2 here)" in capsys.readouterr().err
     # From the beginning.
     (out / "note.txt").touch()
     assert main([*LIGHT, "--only", "louizos-mlp", "--fresh"]) == 0

@@ -305,11 +305,11 @@ def test_what_cannot_be_trained_is_refused_before_anything_is(
 def test_a_folder_with_another_sweep_is_refused(whole: tuple[Path, dict[str, Any]]) -> None:
     out, _ = whole
     for other, says in [
-        (Sweep(base(), {"penalty": [0.001, 2.0]}, seeds=2), r"`penalty` 0.001,0.01 and not 0.001,2.0"),
-        (Sweep(base(), {"penalty": [0.001, 0.01]}, seeds=3), "`seeds` 2 and not 3"),
-        (Sweep(base(), {"penalty": [0.001, 0.01]}, seeds=2, every=2), "`every` 1 and not 2"),
-        (Sweep(base(lr=0.1), {"penalty": [0.001, 0.01]}, seeds=2), "`lr` 0.001 and not 0.1"),
-        (Sweep(base(), {"penalty": [0.001, 0.01], "lr": [0.1]}, seeds=2), "`lr` its own and not 0.1"),
+        (Sweep(base(), {"penalty": [0.001, 2.0]}, seeds=2), r"`penalty` is 0.001,0.01 there and 0.001,2.0 here"),
+        (Sweep(base(), {"penalty": [0.001, 0.01]}, seeds=3), "`seeds` is 2 there and 3 here"),
+        (Sweep(base(), {"penalty": [0.001, 0.01]}, seeds=2, every=2), "`every` is 1 there and 2 here"),
+        (Sweep(base(lr=0.1), {"penalty": [0.001, 0.01]}, seeds=2), "`lr` is 0.001 there and 0.1 here"),
+        (Sweep(base(), {"penalty": [0.001, 0.01], "lr": [0.1]}, seeds=2), "`lr` is absent there and 0.1 here"),
     ]:
         with pytest.raises(CampaignError, match=says):
             run(other, lambda _: tiny(), out)
@@ -356,7 +356,7 @@ def test_the_command_is_stopped_by_ctrl_c_and_goes_on(
     assert main([*WORDS.split(), "--out", "out here"]) == 2
     assert "`--resume` goes on" in capsys.readouterr().err
     assert main([*shlex.split(hint)[1:], "--seeds", "2"]) == 2
-    assert "`seeds` 1 and not 2" in capsys.readouterr().err
+    assert "`seeds` is 1 there and 2 here" in capsys.readouterr().err
     monkeypatch.setattr(command, "Bar", Watching)
     assert main([*shlex.split(hint)[1:], "--json"]) == 0
     out, err = capsys.readouterr()

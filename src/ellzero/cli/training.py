@@ -23,7 +23,7 @@ from ellzero.cli.console import FAILED, INTERRUPTED, CommandError, foreseen, ref
 from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, RecipeName, option
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.papers import RECIPES
-from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.recipe import Recipe, differences
 from ellzero.experiments.store.checkpoint import steps
 from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.store.provenance import provenance
@@ -161,11 +161,10 @@ def _old(path: str, recipe: str | None, out: str | None, fields: Any) -> Folder:
     hint = f"; it goes on with the command that began it: {begun}" if begun else ""
     refuse(others, f"{path!r} holds a stack of {len(folder.recipes)} runs{hint}")
     asked = opening.override(own if recipe is None else opening.find_recipe(recipe), fields)
-    there, here = own.to_dict(), asked.to_dict()
-    differ = [f"`{k}` is {there[k]} there and {here[k]} here" for k in there if there[k] != here[k] and k != "name"]
+    differ = differences(own.to_dict(), {**asked.to_dict(), "name": own.name})
     refuse(
         asked.digest() != own.digest(),
-        f"{path!r} is a run of another recipe: {'; '.join(differ) or 'the same fields in another order'}. "
+        f"{path!r} is a run of another recipe: {'; '.join(differ)}. "
         f"`--resume` alone goes on with its own; a run of another recipe needs a folder of its own (`--out`)",
     )
     return folder

@@ -149,43 +149,6 @@ def activations(model: nn.Module, images: Tensor) -> int:
     return math.ceil(total / len(images))
 
 
-# ---------------------------------------------------------------- settings in words
-
-
-def in_words(value: Any) -> str:
-    """A field's value as short text.
-
-    Example:
-        >>> in_words({"fc1": 0.2}), in_words(None), in_words([60, 120])
-        ('{fc1: 0.2}', 'none', '[60, 120]')
-    """
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return str(value).lower()
-        case dict():
-            return "{" + ", ".join(f"{key}: {in_words(item)}" for key, item in value.items()) + "}"
-        case list() | tuple():
-            return "[" + ", ".join(map(in_words, value)) + "]"
-    return str(value)
-
-
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """What differs between two mappings, in words. They are compared as JSON: the order of patterns counts.
-
-    Example:
-        >>> differences({"lr": 0.1, "epochs": 3}, {"lr": 0.2, "epochs": 3, "seed": 1})
-        ['`lr` 0.1 and not 0.2', '`seed` its own and not 1']
-    """
-    out = []
-    for name in dict.fromkeys((*there, *here)):
-        if name not in there or name not in here or json.dumps(there[name]) != json.dumps(here[name]):
-            a, b = (in_words(side[name]) if name in side else "its own" for side in (there, here))
-            out.append(f"`{name}` {a} and not {b}")
-    return out
-
-
 # ---------------------------------------------------------------- the folder
 
 

@@ -23,21 +23,10 @@ from rich.table import Table
 from torch import nn
 
 from ellzero.experiments import figures
-from ellzero.experiments.campaign import (
-    Campaign,
-    CampaignError,
-    Loader,
-    Record,
-    Say,
-    differences,
-    diverged,
-    identity,
-    in_words,
-    shared,
-)
+from ellzero.experiments.campaign import Campaign, CampaignError, Loader, Record, Say, diverged, identity, shared
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.figures import Cost
-from ellzero.experiments.recipe import Recipe, from_strings, refuse_idle
+from ellzero.experiments.recipe import Recipe, differences, from_strings, in_words, refuse_idle
 from ellzero.experiments.statistics import interval, pareto, with_interval
 from ellzero.experiments.store.provenance import provenance
 from ellzero.experiments.study.literature import published

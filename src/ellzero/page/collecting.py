@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
 from ellzero.experiments import networks, sweep
-from ellzero.experiments.campaign import CampaignError, diverged, in_words
-from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.campaign import CampaignError, diverged
+from ellzero.experiments.recipe import Recipe, in_words
 from ellzero.experiments.store import records
 from ellzero.experiments.store.folder import Folder, FolderError
 

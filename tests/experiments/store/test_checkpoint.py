@@ -276,9 +276,9 @@ def test_a_checkpoint_of_another_recipe_is_refused_with_what_differs(tmp_path: P
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path, ours.digest(), ours.to_dict())
     assert str(caught.value) == (
-        f"{str(path)!r} is a checkpoint of another recipe: `at_most.fc2` is 0.5 there and 0.3 here; `at_most.fc3` is "
-        "absent there and 0.3 here; `lr` is 0.001 there and 0.0007 here; `shrink_at` is [3] there and [] here. "
-        "Resume with its own recipe, or train in another folder"
+        f"{str(path)!r} is a checkpoint of another recipe: `at_most` is {{fc1: 0.3, fc2: 0.5}} there and "
+        "{fc1: 0.3, fc2: 0.3, fc3: 0.3} here; `lr` is 0.001 there and 0.0007 here; `shrink_at` is [3] there "
+        "and [] here. Resume with its own recipe, or train in another folder"
     )
     save(tmp_path, state(1), step=1, recipe_digest=theirs.digest(), recipe=[theirs.to_dict()])  # a stack of one
     with pytest.raises(CheckpointError) as alone:

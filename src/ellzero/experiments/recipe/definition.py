@@ -123,6 +123,43 @@ def _shown(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(_plain(value))
 
 
+# ---------------------------------------------------------------- in words
+
+
+def in_words(value: Any) -> str:
+    """A field's value as short text.
+
+    Example:
+        >>> in_words({"fc1": 0.2}), in_words(None), in_words([60, 120])
+        ('{fc1: 0.2}', 'none', '[60, 120]')
+    """
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "{" + ", ".join(f"{key}: {in_words(item)}" for key, item in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(in_words, value)) + "]"
+    return str(value)
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """What differs between two recipes as plain data, or other settings, in words. The order of patterns counts.
+
+    Example:
+        >>> differences({"lr": 0.1, "epochs": 3}, {"lr": 0.2, "epochs": 3, "seed": 1})
+        ['`lr` is 0.1 there and 0.2 here', '`seed` is absent there and 1 here']
+    """
+    out = []
+    for name in dict.fromkeys((*there, *here)):
+        if name not in there or name not in here or json.dumps(there[name]) != json.dumps(here[name]):
+            a, b = (in_words(side[name]) if name in side else "absent" for side in (there, here))
+            out.append(f"`{name}` is {a} there and {b} here")
+    return out
+
+
 # ---------------------------------------------------------------- fields that do nothing
 
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ellzero.experiments.recipe import differences
 from ellzero.out.files import FileError, remove_leftovers, write_bytes, writing
 from ellzero.out.saving import installed_version, serialized
 
@@ -165,29 +166,18 @@ def _file(folder: str | os.PathLike[str], step: int) -> Path:
 
 
 def _refuse_recipe(path: Path, theirs: Any, ours: Any) -> NoReturn:
-    if theirs is None or ours is None:
-        where = "it does not say in what it differs"
-    else:
-        # Without the number of a stack of one, which says nothing, and without names, which are not part of a digest.
-        sides = [r[0] if isinstance(r, list) and len(r) == 1 else r for r in (theirs, json.loads(json.dumps(ours)))]
-        there, here = (dict(_leaves(side)) for side in sides)
-        names = [n for n in {**here, **there} if here.get(n) != there.get(n) and n.rpartition(".")[2] != "name"]
-        absent = "absent"
-        where = "; ".join(f"`{n}` is {there.get(n, absent)} there and {here.get(n, absent)} here" for n in names)
+    found = [] if theirs is None or ours is None else differences(_fields(theirs), _fields(ours))
     raise CheckpointError(
-        f"{str(path)!r} is a checkpoint of another recipe: {where or 'the same fields in another order'}. "
+        f"{str(path)!r} is a checkpoint of another recipe: {'; '.join(found) or 'it does not say in what it differs'}. "
         f"Resume with its own recipe, or train in another folder"
     )
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """The numbers, words and lists of them in plain data by the way to them: `at_most.fc1`, `0.lr`."""
-    stack = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
-    if stack or (isinstance(value, Mapping) and value):
-        for key, item in enumerate(value) if stack else value.items():
-            yield from _leaves(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, json.dumps(value)
+def _fields(recipe: Any) -> dict[str, Any]:
+    """All fields but names, which are no part of a digest; those of a stack with the number of the run: `1.seed`."""
+    stack = recipe if isinstance(recipe, list) else [recipe]
+    numbered = [(f"{run}." if len(stack) > 1 else "", fields) for run, fields in enumerate(stack)]
+    return {number + name: value for number, fields in numbered for name, value in fields.items() if name != "name"}
 
 
 # ---------------------------------------------------------------- the file

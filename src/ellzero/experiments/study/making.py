@@ -18,8 +18,8 @@ from typing import cast, final
 
 import torch
 
-from ellzero.experiments.campaign import AT_ONCE, Campaign, CampaignError, Loader, Record, Say, differences, diverged
-from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.campaign import AT_ONCE, Campaign, CampaignError, Loader, Record, Say, diverged
+from ellzero.experiments.recipe import Recipe, differences
 from ellzero.experiments.store import records as files
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.store.provenance import provenance
