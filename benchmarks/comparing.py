@@ -9,13 +9,14 @@ from itertools import chain, repeat
 
 import torch
 
+from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.objectives.latency import interleaved
 
 
 def steps(trainer: Trainer) -> Iterator[torch.Tensor]:
     """One step after the other, over all epochs."""
-    return chain.from_iterable(trainer.train_epoch() for _ in repeat(None))
+    return chain.from_iterable(train_epoch(trainer) for _ in repeat(None))
 
 
 def timed(run: Iterator[torch.Tensor], count: int, device: torch.device) -> float:

@@ -53,9 +53,9 @@ def shrink(trainer: Trainer, share: float) -> dict[str, Any]:
     """Takes out all but this share of every hidden layer; what that left."""
     gates = cast(Gated, trainer.runs.template.network).named_gates()
     sizes = [gate.shape.numel() for _, gate in gates]
-    trainer.live.closed_for = np.concatenate([np.arange(n) >= math.ceil(share * n) for n in sizes]).astype(np.int64)
-    events.shrink(trainer.live)
-    event, trainer.live.event = trainer.live.event, None
+    trainer.closed_for = np.concatenate([np.arange(n) >= math.ceil(share * n) for n in sizes]).astype(np.int64)
+    events.shrink(trainer)
+    event, trainer.event = trainer.event, None
     assert event is not None
     return {"widths": event["widths"], "macs": event["macs"]["after"]}
 

@@ -14,6 +14,7 @@ import torch
 
 from ellzero.experiments.data import load
 from ellzero.experiments.papers import get
+from ellzero.experiments.train import evaluation
 from ellzero.experiments.train.loop import train
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     grid = [(a, b, c) for a in o.first for b in o.second for c in o.third]
     recipes = [base.override(name=f"sep-{a}-{b}-{c}", penalty={"fc1": a, "fc2": b, "fc3": c}) for a, b, c in grid]
     trainer = train(recipes, load(o.data, o.data_dir, o.device), every=10)
-    for lambdas, result in zip(grid, trainer.results(), strict=True):
+    for lambdas, result in zip(grid, evaluation.results(trainer), strict=True):
         print(
             lambdas,
             "-".join(map(str, result["architecture"].values())),

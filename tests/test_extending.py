@@ -19,6 +19,7 @@ from ellzero.experiments import data, networks
 from ellzero.experiments.data.facts import Facts
 from ellzero.experiments.networks import facts
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train import evaluation
 from ellzero.experiments.train.loop import train
 from ellzero.graph.rules import RULES
 from support import ROOT
@@ -136,5 +137,5 @@ def test_a_network_and_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = trainer.network(0)
     assert isinstance(gated, l0.Gated)
     assert l0.params(gated, kept=True) <= 0.5 * l0.dense(l0.params, gated)
-    assert trainer.results()[0]["costs"]["params"]["kept"] <= 0.5
+    assert evaluation.results(trainer)[0]["costs"]["params"]["kept"] <= 0.5
     same_function(gated.eval(), torch.randn(5, 1, 4, 6))

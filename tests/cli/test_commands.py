@@ -33,7 +33,9 @@ from ellzero.experiments.papers import RECIPES, get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train import evaluation, saver
 from ellzero.experiments.train import loop as training
+from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import Bar
 from ellzero.gated.module import Gated
@@ -147,7 +149,7 @@ def test_a_run_by_the_command_line_is_the_run_by_hand(
     assert [timeless(r) for r in folder.history()] == [timeless(r) for r in by_hand.history]
     results = folder.results()
     assert results is not None
-    assert timeless(results[0]) == timeless(by_hand.results()[0])
+    assert timeless(results[0]) == timeless(evaluation.results(by_hand)[0])
     ellzero.save(small, tmp_path / "mine.safetensors")
     assert stored(home / "compact.safetensors") == stored(tmp_path / "mine.safetensors")
 
@@ -534,14 +536,14 @@ def test_an_unfinished_run_can_be_looked_at(run: Run, tmp_path: Path) -> None:
     """A trainer that stands after one of three epochs."""
     folder = Folder.create(tmp_path / "half", [SMALL], {})
     trainer = Trainer([SMALL], data.load("mnist5k"))
-    for _ in trainer.train_epoch():
+    for _ in train_epoch(trainer):
         pass
-    trainer.save(folder)
+    saver.save(trainer, folder)
     code, out, _ = run("evaluate", "half", "--json")
     assert code == 0
     content = json.loads(out)
     assert (content["finished"], content["networks"][0]["epoch"]) == (False, 1)
-    assert content["networks"][0]["error"] == pytest.approx(float(trainer.evaluate()["error"]))
+    assert content["networks"][0]["error"] == pytest.approx(float(evaluation.evaluate(trainer)["error"]))
     assert run("report", "half")[0] == run("compact", "half")[0] == 0
     assert (folder.history(), folder.results()) == ([], None)
 
@@ -664,7 +666,7 @@ def test_a_stack_asks_which_run_is_meant(run: Run, tmp_path: Path) -> None:
     recipes = [SMALL, SMALL.override(name="other", seed=1, at_most=0.5)]
     folder = Folder.create(tmp_path / "stack", recipes, {"command": "ellzero reproduce table"})
     trainer = Trainer(recipes, data.load("mnist5k"))
-    trainer.save(folder)
+    saver.save(trainer, folder)
     message = "'stack' holds 2 runs, choose one by `--index`: 0: small, seed 0; 1: other, seed 1"
     failed(run("report", "stack"), 2, message)
     failed(run("compact", "stack", "--to", "a.pt2"), 2, message)
@@ -676,7 +678,7 @@ def test_a_stack_asks_which_run_is_meant(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("evaluate", "stack", "--json")
     assert code == 0
     found = [(n["recipe"], n["seed"], n["error"]) for n in json.loads(out)["networks"]]
-    errors = trainer.evaluate()["error"].tolist()
+    errors = evaluation.evaluate(trainer)["error"].tolist()
     assert found == [("small", 0, pytest.approx(errors[0])), ("other", 1, pytest.approx(errors[1]))]
     message = "'stack' holds a stack of 2 runs; it goes on with the command that began it: ellzero reproduce table"
     failed(run("train", "--resume", "stack"), 2, message)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train import events, saver
+from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from support.runs import RUNS, SETTLING, close, gated_of, images, in_float64, leaves, losses
@@ -61,20 +63,22 @@ def pair(recipes: list[Recipe], closed: dict[str, list[int]]) -> tuple[Trainer, 
 def given_the_same(trainer: Trainer) -> None:
     """Lets a GPU's trainer have order and noise as they are drawn on the CPU."""
     recipes = trainer.recipes
-    twin, own = Trainer(recipes, images(recipes[0].data)).live.supply, trainer.live.supply.epoch
+    twin, own = Trainer(recipes, images(recipes[0].data)).supply, trainer.supply.epoch
 
     def epoch(number: int) -> tuple[Tensor, Tensor]:
         own(number)  # crops and flips its own images, as the seed says
         order, noise = twin.epoch(number)
         return order.cuda(), noise.cuda()
 
-    trainer.live.supply.epoch = epoch  # type: ignore[method-assign]
+    trainer.supply.epoch = epoch  # type: ignore[method-assign]
 
 
 def same(there: Trainer, here: Trainer, tolerance: float = 1e-4) -> None:
     """All that the rest of a run depends on."""
     free = (".random.", ".own", ".seconds")
-    ours, theirs = ({k: v for k, v in leaves(t.state()) if not any(word in k for word in free)} for t in (there, here))
+    ours, theirs = (
+        {k: v for k, v in leaves(saver.state(t)) if not any(word in k for word in free)} for t in (there, here)
+    )
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -88,7 +92,7 @@ def same(there: Trainer, here: Trainer, tolerance: float = 1e-4) -> None:
 
 
 def replays(trainer: Trainer) -> bool:
-    step: Any = trainer.live.take
+    step: Any = trainer.take
     return step.captured is not None
 
 
@@ -109,7 +113,7 @@ def test_a_run_on_a_gpu_is_the_run_on_the_cpu(case: str) -> None:
             assert sum(there.event["removed"].values()) > 0
     same(there, here)
     for method in (Objective.watched, Objective.counts):
-        ours, theirs = (t.runs.evaluate(method, values=t.live.values()).flatten().tolist() for t in (there, here))
+        ours, theirs = (t.runs.evaluate(method, values=t.values()).flatten().tolist() for t in (there, here))
         assert ours == pytest.approx(theirs, rel=1e-4), method.__name__
 
 
@@ -119,14 +123,14 @@ def test_a_stack_on_a_gpu_is_the_stack_on_the_cpu() -> None:
     r = r.override(shrink_at=(), finalize=True, finetune_epochs=2, lr=2.0**-8, gate_lr=2.0**-3)
     there, here = pair([r.override(seed=s, at_most=at_most) for s, at_most in enumerate((0.3, 0.5, 0.7))], {})
     for _ in range(r.epochs):
-        for ours, theirs in zip(there.train_epoch(), here.train_epoch(), strict=True):
+        for ours, theirs in zip(train_epoch(there), train_epoch(here), strict=True):
             assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-5)
     assert replays(there)
     for trainer in (there, here):
-        trainer.turn()
+        events.turn(trainer)
     assert not replays(there)
     for _ in range(r.finetune_epochs):
-        for ours, theirs in zip(there.train_epoch(), here.train_epoch(), strict=True):
+        for ours, theirs in zip(train_epoch(there), train_epoch(here), strict=True):
             assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-5)
     assert replays(there)
     same(there, here)
@@ -139,14 +143,14 @@ def test_a_run_on_a_gpu_goes_on_from_a_checkpoint(case: str, epochs: int, tmp_pa
     r, closed = exact(CASES[case][0]), CASES[case][1]
     whole, _ = pair([r], closed)
     losses(whole, epochs)
-    half = whole.train_epoch()
+    half = train_epoch(whole)
     for _ in range(STEPS // 2 + 1):
         next(half)
     folder = Folder.create(tmp_path / "run", [r])
-    whole.save(folder)
+    saver.save(whole, folder)
     again = in_float64(Trainer([r], images(r.data, "cuda")))
     given_the_same(again)
-    assert again.resume(folder)
+    assert saver.resume(again, folder)
     assert again.steps_done == epochs * STEPS + STEPS // 2 + 1
     rest = [float(loss) for loss in half]
     assert losses(again, 1) == pytest.approx(rest, rel=1e-9)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ellzero.experiments import networks
 from ellzero.experiments.papers import RECIPES, get, load_toml
-from ellzero.experiments.recipe import FIELDS, Recipe, differences, from_strings
-from ellzero.experiments.recipe.kinds import checked
+from ellzero.experiments.recipe import FIELDS, Recipe, differences, from_strings, in_words
+from ellzero.experiments.recipe.fields import checked
 from ellzero.experiments.train.building import where
 from ellzero.graph.tracing import trace
 
@@ -290,12 +290,12 @@ def test_a_wrong_value_under_a_pattern_names_the_pattern() -> None:
             "`data` must be \"cifar10\" or \"cifar100\" for 'wrn-28-10', got 'mnist5k'",
         ),
         ("gallego-mlp", {"dropout": 0.3}, "`dropout` must be 0.0 for 'lenet300', which has none, got 0.3"),
-        ("louizos-mlp", {"finalize": True}, "`finalize` must be False without `at_most`, its target, got True"),
+        ("louizos-mlp", {"finalize": True}, "`finalize` must be false without `at_most`, its target, got true"),
         ("louizos-mlp", {"target_warmup": 0.5}, "`target_warmup` must be 0.0 without `at_most`"),
         ("wrn-cifar10", {"finetune_epochs": 1}, "`finetune_epochs` must be 0 without gates"),
         ("gallego-mlp", {"kp": 1.0}, "`kp` must be 0.0 with `dual` 'ascent': it belongs to 'nupi', got 1.0"),
         ("gallego-mlp", {"nu": 0.5}, "`nu` must be 0.0 with `dual` 'ascent'"),
-        ("gallego-mlp", {"nesterov": True}, "`nesterov` must be False without SGD"),
+        ("gallego-mlp", {"nesterov": True}, "`nesterov` must be false without SGD"),
         (
             "gallego-mlp",
             {"dual": "auto"},
@@ -378,6 +378,11 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
 def test_digests_are_the_same_in_every_process() -> None:
     """A changed field or default makes older checkpoints foreign: this number then changes, and knowingly."""
     assert get("louizos-mlp").digest()[:16] == "bd75a7b4ea25c7df"
+
+
+def test_values_in_words() -> None:
+    assert [in_words(v) for v in ({"fc1": 0.2}, None, [60, 120], True)] == ["{fc1: 0.2}", "none", "[60, 120]", "true"]
+    assert [in_words(v) for v in (1e-5, "lenet5", (3,), ())] == ["1e-05", "lenet5", "[3]", "[]"]
 
 
 def test_the_order_of_patterns_is_a_difference() -> None:

@@ -45,6 +45,7 @@ from ellzero.experiments.study import (
     took,
 )
 from ellzero.experiments.study.making import held
+from ellzero.experiments.train import evaluation
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.loop import Stopped
 from ellzero.experiments.train.trainer import DivergedError, Trainer
@@ -156,7 +157,7 @@ def test_the_numbers_of_a_seed_are_those_of_its_run_alone(done: Any) -> None:
     _, made, records, _ = done
     recipe = made.rows[1].recipe.override(epochs=1, seed=1)
     trainer = training.train([recipe], data())
-    (alone,) = trainer.results()
+    (alone,) = evaluation.results(trainer)
     ours = records[1]["seeds"][1]
     assert ours["architecture"] == alone["architecture"]
     assert ours["error_last"] == pytest.approx(alone["error_last"], abs=1.01)  # one image of the hundred, to rounding

@@ -30,6 +30,7 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.statistics import pareto
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.sweep import Sweep, run, values_of
+from ellzero.experiments.train import evaluation
 from ellzero.experiments.train import loop as training
 from support.campaigns import Untrained, Watching, crash
 
@@ -182,7 +183,7 @@ def test_a_run_of_a_sweep_is_the_run_alone(whole: tuple[Path, dict[str, Any]]) -
         for result in point["runs"]:
             recipe = Recipe.from_dict(point["recipe"]).override(seed=result["seed"])
             alone = training.train([recipe], tiny())
-            expected = alone.results()[0]
+            expected = evaluation.results(alone)[0]
             assert abs(result["error_last"] - expected["error_last"]) <= 1.001  # one image of a hundred may flip
             assert result["architecture"] == expected["architecture"]
             for cost, numbers in expected["costs"].items():

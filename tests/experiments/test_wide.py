@@ -154,12 +154,12 @@ def test_the_compact_network_is_kept_and_is_the_gated_one(chain: Chain) -> None:
     kept = l0.load(WideResNet(10, 1, 10), file).eval()
     trainer = restore(chain.folder, images())
     gated = cast(Gated, trainer.network(0))
-    x = trainer.live.supply.scaled(images().test_x)
+    x = trainer.supply.scaled(images().test_x)
     with torch.no_grad():
         logits = kept(x)
         assert_same(logits, gated(x), 1e-5)
         trainer.runs.eval()
-        live = trainer.runs.evaluate(Objective.logits, x, values=trainer.live.values())[0]
+        live = trainer.runs.evaluate(Objective.logits, x, values=trainer.values())[0]
     assert_same(logits, live, 1e-5)
     assert 100 * (logits.argmax(1) != images().test_y).double().mean() == pytest.approx(seed["error_last"])
     parameters = sum(p.numel() for p in kept.parameters())

@@ -22,6 +22,7 @@ from ellzero.experiments.data import stand_in
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train import saver
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
@@ -70,7 +71,7 @@ def begun(*recipes: str | Recipe, images: int = 200, closed: Mapping[str, int] |
             assert isinstance(gated, Gated)
             gate = dict(gated.named_gates())[name]
             gate.close_(torch.arange(gate.shape.numel()) < count)
-        trainer.save(Folder.create(home, told, ABOUT))
+        saver.save(trainer, Folder.create(home, told, ABOUT))
 
     return once(_key("begun", told, images=images, closed=dict(closed or {})), make)
 

@@ -232,22 +232,23 @@ def train(
     from ellzero.experiments.store import checkpoint
     from ellzero.experiments.store.folder import Folder
     from ellzero.experiments.train import loop as training
-    from ellzero.experiments.train.live import Live
+    from ellzero.experiments.train import saver
+    from ellzero.experiments.train.trainer import Trainer
 
-    step = Live._take
+    step = Trainer._take
 
-    def watched(live: Live, *args: Any) -> Tensor:
-        out = step(live, *args)
+    def watched(trainer: Trainer, *args: Any) -> Tensor:
+        out = step(trainer, *args)
         if progress is not None:
             with open(progress, "ab") as file:
                 file.write(b".")
         time.sleep(pause)
-        if live.steps_done == spoil:  # before this step
+        if trainer.steps_done == spoil:  # before this step
             with torch.no_grad():
-                live.runs.values()["network.model.fc2.bias"][3] += 1e-6
+                trainer.runs.values()["network.model.fc2.bias"][3] += 1e-6
         return out
 
-    Live._take = watched  # type: ignore[method-assign]
+    Trainer._take = watched  # type: ignore[method-assign]
     random.seed(0)  # torch's generator is the run's business; these two are saved as well
     np.random.seed(0)  # noqa: NPY002
     if die is not None:
@@ -256,7 +257,7 @@ def train(
     with together(rank, ranks, meet):
         trainer = training.train(run.recipes, dataset(run.recipes[0].data), run, save_seconds=save_seconds)
     if dump is not None:
-        torch.save({**trainer.state(), "history": trainer.history}, dump)
+        torch.save({**saver.state(trainer), "history": trainer.history}, dump)
 
 
 def _die_in_a_save(checkpoint: Any, call: str, count: int, after: bool) -> None:

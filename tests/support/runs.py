@@ -17,7 +17,8 @@ from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train.loop import Stopped, train
+from ellzero.experiments.train import evaluation, saver
+from ellzero.experiments.train.loop import Stopped, train, train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
@@ -119,27 +120,27 @@ def doubled(r: Recipe, closed: dict[str, list[int]]) -> Trainer:
 
 
 def in_float64(trainer: Trainer) -> Trainer:
-    batch = trainer.live.supply.batch
+    batch = trainer.supply.batch
 
     def exact(index: Tensor) -> tuple[Tensor, Tensor]:
         x, y = batch(index)
         return x.double(), y
 
-    trainer.live.supply.batch = exact  # type: ignore[method-assign]
+    trainer.supply.batch = exact  # type: ignore[method-assign]
     trainer.runs.double()
-    average = trainer.live.average
+    average = trainer.average
     average.tensors = {name: value.double() for name, value in average.tensors.items()}
-    dual = trainer.live.lagrangian
+    dual = trainer.lagrangian
     dual.prices, dual.member, dual.goal = dual.prices.double(), dual.member.double(), dual.goal.double()
     dual.multiplier = dual.multiplier.double()
     dual.memory = {name: value.double() for name, value in dual.memory.items()}
-    trainer.live.step.clock = trainer.live.step.clock.double()
-    trainer.live.prepare()  # what a compiled step must know beforehand is known for a dtype
+    trainer.step.clock = trainer.step.clock.double()
+    trainer.prepare()  # what a compiled step must know beforehand is known for a dtype
     return trainer
 
 
 def losses(trainer: Trainer, epochs: int) -> list[float]:
-    return [float(loss) for _ in range(epochs) for loss in trainer.train_epoch()]
+    return [float(loss) for _ in range(epochs) for loss in train_epoch(trainer)]
 
 
 WRN = {"blocks.0.conv1": [0, 3, 4, 5, 11], "blocks.1.conv1": [*range(20)], "blocks.2.conv1": [63]}
@@ -193,7 +194,7 @@ def begun(r: Recipe, path: Path) -> Folder:
         n = gate.shape.numel()
         with torch.no_grad():
             gate.log_alpha.copy_(torch.tensor([7 * (5 * k % n) / n - 4 for k in range(n)]))  # type: ignore[operator]
-    trainer.save(folder)
+    saver.save(trainer, folder)
     return folder
 
 
@@ -202,11 +203,11 @@ def interrupted(folder: Folder, steps: int, whole: Trainer) -> Trainer:
     with pytest.raises(Stopped):
         train(folder.recipes, images("cifar10"), folder, watchers=[Stop(steps)])
     again = train(folder.recipes, images("cifar10"), folder)
-    ours, theirs = dict(leaves(again.state())), dict(leaves(whole.state()))
+    ours, theirs = dict(leaves(saver.state(again))), dict(leaves(saver.state(whole)))
     free = {name for name in ours if ".random." in name or name == ".seconds"}
     assert [n for n in {**ours, **theirs} if n not in free and bits(ours.get(n)) != bits(theirs.get(n))] == []
     assert without_seconds(again.history) == without_seconds(whole.history) == without_seconds(folder.history())
-    assert without_seconds(folder.results()) == without_seconds(whole.results())
+    assert without_seconds(folder.results()) == without_seconds(evaluation.results(whole))
     return again
 
 

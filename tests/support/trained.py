@@ -12,6 +12,7 @@ from torch import Tensor
 import ellzero as l0
 from ellzero.experiments.data import Dataset, load
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def recipe(**changes: Any) -> Recipe:
 def trained(*recipes: Recipe) -> Trainer:
     trainer = Trainer(recipes, data())
     for _ in range(recipes[0].epochs):
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
     return trainer
 
 

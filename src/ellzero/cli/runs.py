@@ -26,7 +26,7 @@ from ellzero.experiments import data, networks
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.figures import PlotsMissingError, can_draw
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train import building
+from ellzero.experiments.train import building, evaluation
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs
@@ -55,7 +55,7 @@ def evaluate(run: RunPath, data_dir: DataDir = None, device: Device = "auto", js
     dataset = opening.load_data(folder.recipes[0].data, directory, where)
     trainer = opening.restored(folder, dataset)
     if not trainer.done:  # at its end that is done for good
-        trainer.recalibrate()
+        evaluation.recalibrate(trainer)
     found = [_evaluated(trainer, number, dataset) for number in range(len(folder.recipes))]
     finished = folder.results() is not None
     if json:
@@ -116,7 +116,7 @@ def compact(
     small = opening.small_network(trainer.network(number))
     if recipe.recalibrate and not trainer.done and networks.find(recipe.network).has_batch_norm:
         warn("the run is not finished: batch-norm statistics are those of training, and gathered anew at its end alone")
-    fresh = partial(building.network, recipe, len(data.KNOWN[recipe.data].classes))
+    fresh = partial(recipe.facts.make, len(data.KNOWN[recipe.data].classes), recipe.dropout)
     example = data.scaled(data.stand_in(recipe.data, 3).train_x)
     parameters, before = opening.size(small), opening.size(fresh())
     say(f"{recipe.name}, seed {recipe.seed}: {parameters:,} of {before:,} parameters ({parameters / before:.2%}).")

@@ -28,16 +28,15 @@ from ellzero.experiments.store import checkpoint, records
 from ellzero.experiments.store.folder import Folder, refuse_busy
 from ellzero.experiments.store.provenance import provenance
 from ellzero.experiments.store.records import FolderError
-from ellzero.experiments.train import building
 from ellzero.experiments.train import loop as training
-from ellzero.experiments.train.trainer import STACKABLE, DivergedError, Trainer
+from ellzero.experiments.train.policy import ALONE, STACKABLE
+from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 
 VERSION = 1  # of the format of every head
 AT_ONCE = 64  # runs in a stack at most: about where an H200 is full
 ON_A_CPU = 8  # runs in a stack: LeNet-5 takes two thirds of the time of runs one by one, more gains nothing
 _STACKS, _DIVERGED = "stacks", "diverged.json"
-_ALONE = ("augment", "shrink_at", "settle_at", "channels_last")  # a recipe with one of them shares no stack
 
 Record = dict[str, Any]
 Loader = Callable[[str], Dataset]
@@ -77,7 +76,7 @@ def shared(recipe: Recipe) -> dict[str, Any]:
 
 def goes_alone(recipe: Recipe) -> bool:
     """Whether it shares no stack: its network has batch norm, or shrinks, or its images are augmented."""
-    return recipe.facts.has_batch_norm or any(getattr(recipe, name) for name in _ALONE)
+    return recipe.facts.has_batch_norm or any(getattr(recipe, name) for name in ALONE)
 
 
 def stack_name(stack: Sequence[Recipe]) -> str:
@@ -119,7 +118,7 @@ def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
     training images as numbers are there once, and a gigabyte for libraries.
     """
     with torch.random.fork_rng(devices=[]):
-        model = building.network(recipe, len(dataset.classes))
+        model = recipe.facts.make(len(dataset.classes), recipe.dropout)
     parameters = list(model.parameters())
     copies = 4 + (2 if recipe.optimizer == "adam" else 1)
     copies += (2 if recipe.ema is not None else 0) + (4 if recipe.extra_gradient else 0)

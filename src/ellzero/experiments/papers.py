@@ -31,17 +31,7 @@ def load_toml(path: str | PathLike[str]) -> Recipe:
 
 
 def get(name: str) -> Recipe:
-    """The recipe of this name in `RECIPES`.
-
-    Raises:
-        ValueError: there is none.
-
-    Example:
-        >>> get("louizos-lenet")
-        Traceback (most recent call last):
-        ...
-        ValueError: `louizos-lenet` is not the name of a recipe; did you mean `louizos-lenet5`?
-    """
+    """The recipe of this name in `RECIPES`. Where there is none, a ValueError names the nearest."""
     if isinstance(name, str) and name in RECIPES:
         return RECIPES[name]
     raise ValueError(f"`{name}` is not the name of a recipe; {nearest(str(name), RECIPES)}")

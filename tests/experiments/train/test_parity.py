@@ -18,6 +18,7 @@ from torch import Tensor
 import ellzero as l0
 from ellzero.experiments import networks
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.objectives.extragradient import extra_gradient_step
 from support.runs import in_float64
@@ -38,9 +39,9 @@ def by_hand(
     gated.load_state_dict(trainer.runs.template.network.state_dict())
     optimizer = torch.optim.Adam(gated.param_groups(lr=r.lr, gate_lr=r.gate_lr))
     for epoch in range(r.epochs):
-        order, noise = trainer.live.supply.epoch(epoch)
+        order, noise = trainer.supply.epoch(epoch)
         for index, draws in zip(order, noise[:, 0].double(), strict=True):
-            x, y = (t[0] for t in trainer.live.supply.batch(index))
+            x, y = (t[0] for t in trainer.supply.batch(index))
             rest = iter(draws)
 
             def lagrangian(x: Tensor = x, y: Tensor = y, rest: Any = rest) -> Tensor:
@@ -60,12 +61,12 @@ def by_hand(
 
 def by_recipe(trainer: Trainer) -> None:
     """The recipe's own loop, in float64 and with the same noise."""
-    epoch = trainer.live.supply.epoch
-    trainer.live.supply.epoch = lambda number: tuple(  # type: ignore[method-assign,assignment]
+    epoch = trainer.supply.epoch
+    trainer.supply.epoch = lambda number: tuple(  # type: ignore[method-assign,assignment]
         t.double() if t.is_floating_point() else t for t in epoch(number)
     )
     for _ in range(trainer.recipe.epochs):
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
 
 
 def assert_same(trainer: Trainer, gated: l0.Gated, constraint: l0.Constraint | None) -> None:
@@ -74,7 +75,7 @@ def assert_same(trainer: Trainer, gated: l0.Gated, constraint: l0.Constraint | N
         expected = theirs[name.removeprefix("network.")]
         torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-10, msg=name)
     if constraint is not None:
-        ours = trainer.live.lagrangian
+        ours = trainer.lagrangian
         torch.testing.assert_close(ours.multiplier[0], constraint.multiplier, rtol=1e-10, atol=1e-10)
         for name, memory in ours.memory.items():
             theirs_too = constraint.get_buffer(f"_dual_{name}")

@@ -27,7 +27,7 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.checkpoint import CheckpointError
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train import building
+from ellzero.experiments.train import building, saver
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train import processes as parallel
 from support import processes
@@ -84,12 +84,12 @@ def test_two_processes_train_a_dense_network_as_one_does(server: processes.Serve
     both = run(server, folder, save_seconds=1000.0)
     one = training.train([dense], processes.dataset("mnist5k"))
     for state in both:
-        for name, value in values(one.state()).items():
+        for name, value in values(saver.state(one)).items():
             torch.testing.assert_close(values(state)[name], value.detach(), rtol=1e-4, atol=1e-6, msg=name)
         ours, theirs = state["history"], one.history
         assert [h["error"] for h in ours] == [h["error"] for h in theirs]
         assert [h["loss"] for h in ours] == pytest.approx([h["loss"] for h in theirs], rel=1e-5)
-    start_of_it = dict(building.build(dense, processes.dataset("mnist5k"), CPU)[1].named_parameters())
+    start_of_it = dict(building.build(dense, processes.dataset("mnist5k"), CPU).named_parameters())
     moved = (values(both[0])["fc3.weight"] - start_of_it["fc3.weight"]).abs().max()
     assert moved > 1e-2
 
@@ -108,8 +108,8 @@ def order_and_noise(recipe: Recipe, epoch: int, gates: int, data: Dataset) -> tu
 def by_hand(recipe: Recipe, dual: l0.duals.NuPI) -> tuple[dict[str, Tensor], Tensor, list[float]]:
     """The run as one would write it, the gates drawn anew for each half of a batch; parameters, multiplier, losses."""
     data = processes.dataset("mnist5k")
-    gated, _ = building.build(recipe, data, CPU)
-    assert gated is not None
+    gated = building.build(recipe, data, CPU)
+    assert isinstance(gated, l0.Gated)
     weights = [p for n, p in gated.named_parameters() if not n.startswith("gates.")]
     groups = [{"params": weights, "lr": recipe.lr}, {"params": list(gated.gates.parameters()), "lr": recipe.gate_lr}]
     optimizer = torch.optim.SGD(groups, momentum=recipe.momentum)
@@ -155,7 +155,7 @@ def test_each_process_draws_gates_of_its_own_and_the_step_is_the_mean(
         assert [h["loss"] for h in state["history"]] == pytest.approx(losses, rel=1e-4)
     alone = training.train([recipe], processes.dataset("mnist5k"))  # it matters: one process, one draw for all
     gates = "network.gates.fc2.log_alpha"
-    assert (alone.state()["values"][gates] - both[0]["values"][gates]).abs().max() > 1e-2
+    assert (saver.state(alone)["values"][gates] - both[0]["values"][gates]).abs().max() > 1e-2
 
 
 def test_both_have_the_same_to_the_bit_and_one_writes(whole: tuple[Folder, list[dict[str, Any]]]) -> None:
@@ -299,6 +299,8 @@ def test_without_a_group_there_is_one_process() -> None:
     assert parallel.total(value) is value
     assert parallel.gathered("x") == ["x"]
     assert parallel.strongest(2, CPU) == 2
+    with parallel.group(CPU) as device:
+        assert (device, parallel.rank(), parallel.ranks()) == (CPU, 0, 1)
 
 
 def test_only_errors_about_other_processes_are_put_in_words() -> None:

@@ -19,9 +19,9 @@ from ellzero.cli import main, opening
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train import events
+from ellzero.experiments.train import evaluation, events, saver
 from ellzero.experiments.train.building import COSTS, architecture
-from ellzero.experiments.train.loop import train
+from ellzero.experiments.train.loop import train, train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs
@@ -59,10 +59,10 @@ def test_a_network_that_settles_is_the_finalised_one(case: str) -> None:
     had = {name: cost(gated, kept=True).item() / costs.dense(cost, gated) for name, cost in COSTS.items()}
     if r.at_most is not None:
         finalize(expected, r.at_most, COSTS[r.cost], fill=True)
-    x = trainer.live.supply.scaled(images(r.data).test_x).double()
+    x = trainer.supply.scaled(images(r.data).test_x).double()
     before = expected.eval()(x)
-    events.settle(trainer.live)
-    assert trainer.live.step.fixed
+    events.settle(trainer)
+    assert trainer.step.fixed
     assert trainer.event is not None
     assert trainer.event["settled"]
     assert trainer.event["expected"] == pytest.approx(noisy, rel=1e-6)
@@ -100,13 +100,13 @@ def test_after_settling_the_weights_train_alone_and_by_the_schedule(run: Trainer
     assert [h["tuning"] for h in run.history] == [False, True, True, True, True]
     assert [("shrunk" in h) for h in run.history] == [False, True, False, False, False]
     assert len({tuple(h["open"].values()) for h in run.history[1:]}) == 1
-    assert [group["lr"] for group in run.live.optimizer.param_groups if group["rate"] == 0.05] == pytest.approx(
-        [0.005] * sum(group["rate"] == 0.05 for group in run.live.optimizer.param_groups)
+    assert [group["lr"] for group in run.optimizer.param_groups if group["rate"] == 0.05] == pytest.approx(
+        [0.005] * sum(group["rate"] == 0.05 for group in run.optimizer.param_groups)
     )
-    counted = [group for group in run.live.optimizer.param_groups if group["by_eq_17"]]
+    counted = [group for group in run.optimizer.param_groups if group["by_eq_17"]]
     assert counted
     assert all(group["weight_decay"] == 5e-4 * 0.5 for group in counted)
-    (result,) = run.results()
+    (result,) = evaluation.results(run)
     assert result["gates"] == "raw"  # they settled as they were: the weights are averaged
     assert result["error_best"] == min(h["error"] for h in run.history[1:])
     assert result["costs"]["l0_norm"]["kept"] == result["costs"]["l0_norm"]["expected"] <= 0.3
@@ -118,29 +118,29 @@ def test_the_average_is_of_the_settled_network_alone(run: Trainer) -> None:
     """By hand: a second run is stepped from the event on, and its parameters averaged."""
     trainer = Trainer([SETTLING], images("cifar10"))
     scattered(trainer)
-    list(trainer.train_epoch())
-    for name, value in trainer.live.values().items():  # not yet
+    list(train_epoch(trainer))
+    for name, value in trainer.values().items():  # not yet
         assert torch.equal(value, trainer.runs.values()[name])
-    list(trainer.train_epoch())
-    assert trainer.live.step.fixed
-    for name, value in trainer.live.values().items():
+    list(train_epoch(trainer))
+    assert trainer.step.fixed
+    for name, value in trainer.values().items():
         assert torch.equal(value, trainer.runs.values()[name])
     seen = []
     for _ in range(2):
-        for _ in trainer.train_epoch():
+        for _ in train_epoch(trainer):
             seen.append({n: v.detach().clone() for n, v in trainer.runs.values().items()})
     weights = [0.5 ** (len(seen) - k) for k in range(len(seen))]
-    for name, value in trainer.live.values().items():
+    for name, value in trainer.values().items():
         by_hand = sum(w * v[name] for w, v in zip(weights, seen, strict=True)) / sum(weights)
         torch.testing.assert_close(value, by_hand, rtol=1e-5, atol=1e-6)
-    assert run.live.average.active
+    assert run.average.active
 
 
 def test_where_gates_settle_at_the_end_there_is_nothing_to_average() -> None:
     trainer = train([SETTLING.override(epochs=2)], images("cifar10"))
-    assert trainer.live.step.fixed
+    assert trainer.step.fixed
     assert trainer.history[-1]["error_without"].keys() == {"recalibration"}
-    for name, value in trainer.live.values().items():
+    for name, value in trainer.values().items():
         assert torch.equal(value, trainer.runs.values()[name])
 
 
@@ -149,23 +149,23 @@ def test_a_look_gathers_statistics_of_the_average_and_leaves_those_of_training()
     trainer = Trainer([SETTLING], images("cifar10"))
     scattered(trainer)
     for _ in range(3):
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
     before = {n: b.clone() for n, b in trainer.runs.template.named_buffers()}
-    seen = trainer.evaluate()
+    seen = evaluation.evaluate(trainer)
     assert all(torch.equal(b, before[n]) for n, b in trainer.runs.template.named_buffers())
-    by_hand = copy.deepcopy(trainer.runs.network(0, trainer.live.values())).eval()
+    by_hand = copy.deepcopy(trainer.runs.network(0, trainer.values())).eval()
     for module in by_hand.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             module.reset_running_stats()
             module.momentum = None
             module.train()
     with torch.no_grad():
-        for index in trainer.live.supply.epoch(trainer.epoch)[0]:
-            by_hand(trainer.live.supply.batch(index)[0][0])
-        logits = by_hand.eval()(trainer.live.supply.scaled(trainer.data.test_x))
+        for index in trainer.supply.epoch(trainer.epoch)[0]:
+            by_hand(trainer.supply.batch(index)[0][0])
+        logits = by_hand.eval()(trainer.supply.scaled(trainer.data.test_x))
     wrong = float((logits.argmax(1) != trainer.data.test_y).float().mean())
     assert seen["error"].item() == pytest.approx(100 * wrong)
-    trainer.recalibrate()  # the same, for good
+    evaluation.recalibrate(trainer)  # the same, for good
     expected = dict(by_hand.named_buffers())
     for name, buffer in trainer.runs.network(0).named_buffers():
         torch.testing.assert_close(buffer, expected[name], rtol=1e-5, atol=1e-6)
@@ -178,10 +178,10 @@ def test_who_looks_changes_nothing_in_what_comes_after() -> None:
         trainer = Trainer([SETTLING.override(dropout=0.3)], images("cifar10"))
         scattered(trainer)
         for _ in range(3):
-            for _ in trainer.train_epoch():
+            for _ in train_epoch(trainer):
                 if looks:  # in the middle of an epoch too
-                    trainer.evaluate()
-        ends.append({name: bits(leaf) for name, leaf in leaves(trainer.state()) if name != ".seconds"})
+                    evaluation.evaluate(trainer)
+        ends.append({name: bits(leaf) for name, leaf in leaves(saver.state(trainer)) if name != ".seconds"})
     assert ends[0] == ends[1]
 
 
@@ -193,14 +193,14 @@ def test_an_unfinished_run_is_evaluated_as_its_records_are(
     trainer = Trainer([r], images("cifar10"))
     scattered(trainer)
     for _ in range(4):
-        list(trainer.train_epoch())
-    trainer.save(Folder.create(tmp_path / "run", [r]))
+        list(train_epoch(trainer))
+    saver.save(trainer, Folder.create(tmp_path / "run", [r]))
     monkeypatch.setattr(opening, "load_data", lambda *_: images("cifar10"))
     assert main(["evaluate", str(tmp_path / "run"), "--device", "cpu", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["networks"]
-    seen = trainer.evaluate()["error"].item()
+    seen = evaluation.evaluate(trainer)["error"].item()
     assert found["error"] == found["error_compact"] == seen
-    logits = trainer.network(0)(trainer.live.supply.scaled(trainer.data.test_x))
+    logits = trainer.network(0)(trainer.supply.scaled(trainer.data.test_x))
     assert 100 * (logits.argmax(1) != trainer.data.test_y).double().mean() != seen  # as training has them
     assert main(["compact", str(tmp_path / "run")]) == 0
     assert "the run is not finished: batch-norm statistics are those of training" in capsys.readouterr().err
@@ -213,9 +213,9 @@ def test_whoever_looks_without_the_data_sees_the_same_average(ema: float, tmp_pa
     trainer = Trainer([r], images("cifar10"))
     scattered(trainer)
     for _ in range(3):
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
     folder = Folder.create(tmp_path / "run", [r])
-    trainer.save(folder)
+    saver.save(trainer, folder)
     expected = trainer.network(0).state_dict()
     seen = opening.restored(folder).network(0).state_dict()
     assert seen.keys() == expected.keys()
@@ -265,8 +265,8 @@ def test_a_layer_that_is_closed_when_the_gates_settle_is_not_lost_for_good(name:
         if closed == "nested" and "lenet5" in name:  # inputs of fc1 are open in a map that is closed, and there alone
             members["network.gates.fc1.log_alpha"][16:] = -8
             members["network.gates.conv2.log_alpha"][:1] = -8
-    list(trainer.train_epoch())
-    assert trainer.live.step.fixed
+    list(train_epoch(trainer))
+    assert trainer.step.fixed
     network = cast(Gated, trainer.network(0))
     compact(network)  # refuses where a layer is closed as a whole
     left = architecture(network)
@@ -281,7 +281,7 @@ def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> 
     short, long = (
         Trainer(
             [get("demo").override(batch=16, epochs=n, settle_at=2, finetune_epochs=0)], images("mnist5k")
-        ).live.lagrangian
+        ).lagrangian
         for n in (2, 200)
     )
 
@@ -298,9 +298,9 @@ def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> 
 def test_gates_that_have_settled_are_not_drawn_and_so_not_more_than_once(change: dict[str, Any]) -> None:
     trainer = Trainer([SETTLING.override(**change)], images("cifar10"))
     calls = []
-    gated_of(trainer).model.register_forward_hook(lambda *_: calls.append(trainer.live.step.fixed))
+    gated_of(trainer).model.register_forward_hook(lambda *_: calls.append(trainer.step.fixed))
     for _ in range(3):
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
     assert calls == [False] * (4 * change.get("samples", 2)) + [True] * 2
 
 

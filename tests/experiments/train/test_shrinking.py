@@ -24,8 +24,9 @@ import ellzero as l0
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train import evaluation, saver
 from ellzero.experiments.train.building import architecture
-from ellzero.experiments.train.loop import restore, train
+from ellzero.experiments.train.loop import restore, train, train_epoch
 from ellzero.experiments.train.policy import Policy, refuse
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
@@ -80,20 +81,18 @@ def test_a_shrink_of_closed_units_changes_nothing_but_rounding(case: str) -> Non
     assert small.runs.values().keys() == values.keys()
     for name, value in small.runs.values().items():
         same(name, value.detach(), values[name].detach())
-        ours, theirs = (dict(t.live.optimizer.state[t.runs.values()[name]]) for t in (small, whole))  # type: ignore[index]
+        ours, theirs = (dict(t.optimizer.state[t.runs.values()[name]]) for t in (small, whole))  # type: ignore[index]
         assert ours.keys() == theirs.keys() != set()
         for key, remembered in ours.items():
             same(name if remembered.ndim else "", remembered, theirs[key])  # Adam counts its steps
         if r.ema is not None:
-            same(name, small.live.average.tensors[name], whole.live.average.tensors[name])
+            same(name, small.average.tensors[name], whole.average.tensors[name])
     for name, buffer in gated.model.named_buffers():
         same(f"network.model.{name}", buffer.double(), gated_of(whole).model.get_buffer(name).double())
-    torch.testing.assert_close(
-        small.live.lagrangian.multiplier, whole.live.lagrangian.multiplier, rtol=1e-9, atol=1e-12
-    )
-    assert bool((small.live.lagrangian.multiplier > 0).all()) == (r.at_most is not None)
+    torch.testing.assert_close(small.lagrangian.multiplier, whole.lagrangian.multiplier, rtol=1e-9, atol=1e-12)
+    assert bool((small.lagrangian.multiplier > 0).all()) == (r.at_most is not None)
     for method in (Objective.costs, Objective.watched, Objective.counts):
-        ours, theirs = (t.runs.evaluate(method, values=t.live.values()) for t in (small, whole))
+        ours, theirs = (t.runs.evaluate(method, values=t.values()) for t in (small, whole))
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=method.__name__)
     # What is closed stays closed, in the average as in the parameters.
     network, gone = cast(Gated, small.network(0)), torch.as_tensor(gated.gone())
@@ -134,7 +133,7 @@ def test_an_event_that_no_step_follows_is_skipped() -> None:
         r = recipe("wrn-10-1", placement="blocks", epochs=1, finetune_epochs=tuning)
         trainer = Trainer([r], images("cifar10"))
         close(gated_of(trainer), WRN)
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
         assert trainer.event is not None
         assert trainer.event["skipped"] is skipped
 
@@ -346,14 +345,14 @@ def test_a_gate_must_be_closed_at_so_many_checks_in_a_row() -> None:
             mask = torch.zeros(300, dtype=torch.bool)
             mask[shut[epoch]] = True
             gate.log_alpha.copy_(torch.where(mask | torch.as_tensor(gated.gone()[:300]), -8.0, start))
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
         events.append(trainer.event)
-        (record,) = trainer.note()
+        (record,) = evaluation.note(trainer)
         assert ("shrunk" in record) == (epoch in (3, 5))
     assert [e and e["removed"] for e in events] == [None] * 3 + [{"fc1": 1, "fc2": 0}, None, {"fc1": 1, "fc2": 0}]
     assert np.array_equal(np.flatnonzero(gated.gone()), [1, 3])
     assert [h["open"]["fc1"] for h in trainer.history] == [297, 298, 297, 298, 298, 298]
-    assert trainer.live.closed_for[[1, 2, 3]].tolist() == [6, 0, 4]
+    assert trainer.closed_for[[1, 2, 3]].tolist() == [6, 0, 4]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -363,10 +362,10 @@ def test_a_gate_that_is_gone_does_not_open_again(optimizer: str) -> None:
     gate: Any = gated_of(trainer).gates["fc1"]
     with torch.no_grad():
         gate.log_alpha[:10] = -20.0
-    steps = trainer.train_epoch()
+    steps = train_epoch(trainer)
     next(steps)
     next(steps)  # the last before the event
-    known = trainer.live.optimizer.state[gate.log_alpha]
+    known = trainer.optimizer.state[gate.log_alpha]
     known["exp_avg" if optimizer == "adam" else "momentum_buffer"][:10] = -1.0  # by 10, ten times a step
     list(steps)
     assert trainer.event is not None
@@ -384,18 +383,18 @@ def test_an_event_that_saves_too_little_is_skipped_and_said_so(tmp_path: Path) -
         r = recipe("lenet300", epochs=2, shrink_gain=gain, gate_lr=1e-9)
         trainer = Trainer([r], images("mnist5k"))
         close(gated_of(trainer), {"fc1": [*range(10)]})
-        list(trainer.train_epoch())
-        (record,) = trainer.note()
+        list(train_epoch(trainer))
+        (record,) = evaluation.note(trainer)
         assert record["shrunk"]["skipped"] == skipped
         assert record["shrunk"]["removed"] == {"fc1": 10, "fc2": 0}
         assert record["shrunk"]["macs"] == {"before": 1.0, "after": pytest.approx(1 - share)}
         assert trainer.runs.values()["network.model.fc1.weight"].shape == (300 if skipped else 290, 784)
         assert json.loads(json.dumps(record)) == record
-        list(trainer.train_epoch())
-        assert "shrunk" not in trainer.note()[0]
+        list(train_epoch(trainer))
+        assert "shrunk" not in evaluation.note(trainer)[0]
     r = recipe("lenet300", epochs=1, shrink_gain=0.0)
     trainer = Trainer([r], images("mnist5k"))  # nothing is closed
-    list(trainer.train_epoch())
+    list(train_epoch(trainer))
     assert trainer.event is not None
     assert trainer.event["skipped"]
 
@@ -423,7 +422,7 @@ def test_a_run_that_shrinks_counts_against_the_network_of_its_recipe(shrunk: Tra
     assert events[4]["macs"]["before"] == events[2]["macs"]["after"] > events[4]["macs"]["after"]
     packed = [h["prob_open"]["blocks.0.conv1"] for h in shrunk.history]
     assert len(set(map(len, packed))) == 1
-    (result,) = shrunk.results()
+    (result,) = evaluation.results(shrunk)
     dense = WideResNet(10, 1)
     assert result["costs"]["params"]["dense"] == numel(dense)
     assert result["costs"]["macs"]["kept"] <= 0.25
@@ -440,9 +439,9 @@ def test_a_run_that_shrinks_counts_against_the_network_of_its_recipe(shrunk: Tra
         layers: list[Any] = [net.get_submodule(name) for net in (live, small)]
         assert layers[0].weight.shape[0] == width
         assert layers[1].weight.shape[0] == result["architecture"][name] <= width
-    x = shrunk.live.supply.scaled(images("cifar10").test_x)
+    x = shrunk.supply.scaled(images("cifar10").test_x)
     logits = gated(x)
-    assert_same(shrunk.runs.evaluate(Objective.logits, x, values=shrunk.live.values())[0], logits, 1e-5)
+    assert_same(shrunk.runs.evaluate(Objective.logits, x, values=shrunk.values())[0], logits, 1e-5)
     assert_same(small.eval()(x), logits, 1e-5)
     assert (logits.argmax(1) != images("cifar10").test_y).double().mean() * 100 == result["error_last"]
 
@@ -454,18 +453,18 @@ def test_a_checkpoint_after_a_shrink_goes_on_to_the_bit(steps: int, shrunk: Trai
     again = interrupted(folder, steps, shrunk)
     if steps == 11:
         seen = restore(folder, images("cifar10"))
-        assert without_seconds(seen.results()) == without_seconds(again.results())
+        assert without_seconds(evaluation.results(seen)) == without_seconds(evaluation.results(again))
         x = torch.randn(2, 3, 32, 32)
         assert torch.equal(compact(cast(Gated, seen.network(0)))(x), compact(cast(Gated, again.network(0)))(x))
 
 
 def test_a_larger_state_is_refused(shrunk: Trainer) -> None:
     with pytest.raises(ValueError, match="load it into a new trainer"):
-        shrunk.load(Trainer([SHRINKING], images("cifar10")).state())
+        saver.load(shrunk, saver.state(Trainer([SHRINKING], images("cifar10"))))
 
 
 def test_without_shrinking_nothing_is_stored() -> None:
-    state = Trainer([recipe("lenet300", shrink_at=())], images("mnist5k")).state()
+    state = saver.state(Trainer([recipe("lenet300", shrink_at=())], images("mnist5k")))
     assert "shrinking" not in state
 
 
@@ -536,13 +535,13 @@ def test_channels_last_gives_the_same_and_stays_when_it_shrinks(tmp_path: Path) 
     r = SHRINKING.override(epochs=3, shrink_at=(2,), finalize=False, finetune_epochs=0)
     last = r.override(channels_last=True)
     trainers = [Trainer([x], images("cifar10")) for x in (r, last)]
-    x = [t.live.supply.batch(t.live.supply.epoch(0)[0][0])[0] for t in trainers]
+    x = [t.supply.batch(t.supply.epoch(0)[0][0])[0] for t in trainers]
     assert torch.equal(*x)
     assert x[1][0].is_contiguous(memory_format=torch.channels_last)
     assert not x[0][0].is_contiguous(memory_format=torch.channels_last)
-    a, b = (t.evaluate() for t in trainers)
+    a, b = (evaluation.evaluate(t) for t in trainers)
     assert a["error"].tolist() == b["error"].tolist()
-    first = [next(iter(t.train_epoch())) for t in trainers]
+    first = [next(iter(train_epoch(t))) for t in trainers]
     torch.testing.assert_close(*first, rtol=1e-5, atol=1e-6)
     whole = train([last], images("cifar10"), begun(last, tmp_path / "whole"))
     assert gated_of(whole).taken is not None
@@ -550,12 +549,12 @@ def test_channels_last_gives_the_same_and_stays_when_it_shrinks(tmp_path: Path) 
     def all_last(trainer: Trainer) -> None:
         for name, p in trainer.runs.values().items():
             if p.ndim == 4 and p.shape[1] > 1:
-                known = [t for t in trainer.live.optimizer.state[p].values() if t.ndim]  # type: ignore[index]
-                for tensor in (p, trainer.live.average.tensors[name], *known):
+                known = [t for t in trainer.optimizer.state[p].values() if t.ndim]  # type: ignore[index]
+                for tensor in (p, trainer.average.tensors[name], *known):
                     assert tensor.is_contiguous(memory_format=torch.channels_last), name
 
     all_last(whole)
     folder = Folder.create(tmp_path / "run", [last])
-    whole.save(folder)
+    saver.save(whole, folder)
     folder.log(whole.history)
     all_last(restore(folder, images("cifar10")))

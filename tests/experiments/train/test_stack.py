@@ -31,7 +31,7 @@ def gated(seed: int) -> l0.Gated:
 
 def objective(seed: int) -> Objective:
     net = gated(seed)
-    return Objective(net, net.model, [(l0.l0_norm, name) for name, _ in net.named_gates()] + [(l0.macs, None)])
+    return Objective(net, [(l0.l0_norm, name) for name, _ in net.named_gates()] + [(l0.macs, None)])
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -64,13 +64,13 @@ def test_convolutions_of_a_stack_compute_what_each_run_does_alone(kind: str) -> 
         net = nn.Sequential(first, nn.ReLU(), nn.Conv2d(4, 5, 2), nn.Flatten(), nn.LazyLinear(3))
         net(torch.zeros(1, 1, 8, 9))
         gates = l0.attach(net, torch.zeros(1, 1, 8, 9))
-        return Objective(gates.double(), net, [(l0.l0_norm, None)])
+        return Objective(gates.double(), [(l0.l0_norm, None)])
 
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(SIZE, 7, 1, 8, 9, generator=generator, dtype=torch.float64)
     y = torch.randint(3, (SIZE, 7), generator=generator)
     alone = [made(seed) for seed in range(SIZE)]
-    noise = torch.rand(SIZE, alone[0].opens().numel(), generator=generator, dtype=torch.float64)
+    noise = torch.rand(SIZE, alone[0].gated.opens().numel(), generator=generator, dtype=torch.float64)
     each = [o(x[i], y[i], noise[i])[0] for i, o in enumerate(alone)]
     stack = Runs([made(seed) for seed in range(SIZE)])
     assert sum("_conv_forward" in m.__dict__ for m in stack.template.modules()) == (kind in PLAIN)
@@ -121,7 +121,7 @@ def test_norms_are_as_they_are_and_one_of_them_leaves_the_gates_alone() -> None:
     """Σ_j p_j·Σ_i w_ij² over the layers (eq. 17), no fraction of anything, and its gradients in closed form."""
     nets = [gated(seed) for seed in range(SIZE)]
     for cost, felt in ((l0.l2_norm, True), (l2_of_weights, False)):
-        stack = Runs([Objective(gated(seed), gated(seed).model, [(cost, None)]) for seed in range(SIZE)])
+        stack = Runs([Objective(gated(seed), [(cost, None)]) for seed in range(SIZE)])
         _, norms = stack(*batch())
         norms.sum().backward()
         for run, net in enumerate(nets):
@@ -215,7 +215,7 @@ def test_networks_with_buffers_train_alone_only() -> None:
     def normed() -> Objective:
         net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
         made = l0.attach(net, torch.zeros(2, 8))
-        return Objective(made, net, [(l0.l0_norm, None)])
+        return Objective(made, [(l0.l0_norm, None)])
 
     with pytest.raises(ValueError, match=r"buffers \(batch norm\) cannot be stacked"):
         Runs([normed(), normed()])
@@ -233,7 +233,7 @@ def test_a_dense_network_has_no_costs() -> None:
         return nn.Linear(8, 3).double()
 
     x, y, noise = batch()
-    stack = Runs([Objective(None, dense(seed), []) for seed in range(SIZE)])
+    stack = Runs([Objective(dense(seed), []) for seed in range(SIZE)])
     loss, fractions = stack(x, y, noise)
     assert fractions.shape == (SIZE, 0)
     close(loss, torch.stack([F.cross_entropy(dense(i)(x[i]), y[i]) for i in range(SIZE)]))

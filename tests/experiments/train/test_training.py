@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.experiments.data import scaled
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.train import evaluation, events
+from ellzero.experiments.train import evaluation, events, saver
 from ellzero.experiments.train.building import architecture, build
-from ellzero.experiments.train.loop import train
+from ellzero.experiments.train.loop import train, train_epoch
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.objectives import duals
@@ -31,29 +31,28 @@ from support.trained import BATCH, CPU, TRAIN, data, recipe, same, set_open, tra
 def to_the_end(trainer: Trainer) -> None:
     """What `train` does, without files."""
     while not trainer.done:
-        if trainer.gates_have_learned:
-            trainer.turn()
-        list(trainer.train_epoch())
-        trainer.note()
+        if trainer.policy.turns(trainer.epoch, trainer.step.fixed):
+            events.turn(trainer)
+        list(train_epoch(trainer))
+        evaluation.note(trainer)
 
 
 def by_hand(
     r: Recipe, term: Callable[[l0.Gated], Tensor] | None = None, ascend: Callable[[], None] = lambda: None
 ) -> tuple[nn.Module, list[dict[str, Tensor]], list[float]]:
     """One epoch as one would write it; the network, its parameters after every step, and the losses."""
-    order, noise = Trainer([r], data()).live.supply.epoch(0)
-    gated, model = build(r, data(), CPU)
-    net: Any = model if gated is None else gated
+    order, noise = Trainer([r], data()).supply.epoch(0)
+    net: Any = build(r, data(), CPU)
     named = dict(net.named_parameters())
     groups = [{"params": [p for n, p in named.items() if not n.startswith("gates.")], "lr": r.lr}]
-    if gated is not None:
-        groups.append({"params": list(gated.gates.parameters()), "lr": r.lr if r.gate_lr is None else r.gate_lr})
+    if isinstance(net, l0.Gated):
+        groups.append({"params": list(net.gates.parameters()), "lr": r.lr if r.gate_lr is None else r.gate_lr})
     optimizer = torch.optim.Adam(groups)
     mean, std = (data().mean, data().std) if r.scaling == "standard" else ((0.0,), (1.0,))
     path, losses = [], []
     for index, draws in zip(order[:, 0], noise[:, 0], strict=True):
         x, y = scaled(data().train_x[index], mean, std), data().train_y[index]
-        if gated is None:
+        if r.placement is None:
             loss = F.cross_entropy(net(x), y)
         else:
             loss = sum(F.cross_entropy(net(x, gate_noise=u), y) for u in draws) / len(draws)  # type: ignore[assignment]
@@ -80,7 +79,7 @@ def test_a_penalty_is_that_of_the_plain_loop(penalty: Any, weight: Any) -> None:
     term = l0.Penalty(l0.l0_norm, weight)
     _, path, losses = by_hand(r, term)
     trainer = Trainer([r], data())
-    ours = torch.cat(list(trainer.train_epoch()))
+    ours = torch.cat(list(train_epoch(trainer)))
     torch.testing.assert_close(ours, torch.tensor(losses), rtol=1e-4, atol=1e-5)
     same(trainer, path[-1])
     free = by_hand(r)[1][-1]  # it matters: without the penalty the gates end elsewhere
@@ -123,11 +122,9 @@ def test_a_constraint_is_that_of_the_plain_loop(case: str) -> None:
     _, path, _ = by_hand(r, constraint, constraint.ascend)
     trainer = trained(r)
     assert constraint.multiplier.max() > 0.05, "a constraint that does nothing shows nothing"
-    torch.testing.assert_close(
-        trainer.live.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5
-    )
-    for name in trainer.live.lagrangian.memory:
-        ours, theirs = trainer.live.lagrangian.memory[name][0], constraint.get_buffer(f"_dual_{name}").float()
+    torch.testing.assert_close(trainer.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5)
+    for name in trainer.lagrangian.memory:
+        ours, theirs = trainer.lagrangian.memory[name][0], constraint.get_buffer(f"_dual_{name}").float()
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     same(trainer, path[-1], atol=1e-3)  # a hundredth of a step of the gates
 
@@ -141,8 +138,8 @@ def test_multipliers_follow_the_kept_cost_where_they_are_told_to() -> None:
         with torch.no_grad():
             for _, gate in gated.named_gates():
                 gate.log_alpha.clamp_(-3, 3)  # closed and open at test time, and in expectation neither
-        next(trainer.train_epoch())
-        return trainer.live.lagrangian.multiplier.item()
+        next(train_epoch(trainer))
+        return trainer.lagrangian.multiplier.item()
 
     kept = (784 * 150 + 150 * 50 + 50 * 10) / (784 * 300 + 300 * 100 + 100 * 10)
     assert first_multiplier("kept") == pytest.approx(kept - 0.1, rel=1e-5)
@@ -157,11 +154,11 @@ def test_the_target_comes_down_on_a_line() -> None:
     steps, multiplier = 0.75 * 10, 0.0
     seen: list[float] = []
     for _ in range(2):
-        for _ in trainer.train_epoch():
+        for _ in train_epoch(trainer):
             target = max(0.2, 1 - (1 - 0.2) * len(seen) / steps)
             multiplier = max(0.0, multiplier + cost - target)
             seen.append(multiplier)
-            assert trainer.live.lagrangian.multiplier.item() == pytest.approx(multiplier, abs=1e-5)
+            assert trainer.lagrangian.multiplier.item() == pytest.approx(multiplier, abs=1e-5)
     assert len(seen) == 10
     assert seen[0] == 0 < seen[-1]
 
@@ -170,7 +167,7 @@ def test_losses_and_gradients_are_means_over_the_draws() -> None:
     r = recipe(samples=3, placement="per_layer")
     _, path, losses = by_hand(r, l0.Penalty(l0.l0_norm, 0.1 / TRAIN))
     trainer = Trainer([r], data())
-    ours = torch.cat(list(trainer.train_epoch()))
+    ours = torch.cat(list(train_epoch(trainer)))
     torch.testing.assert_close(ours, torch.tensor(losses), rtol=1e-4, atol=1e-5)
     same(trainer, path[-1])
 
@@ -216,26 +213,26 @@ def test_a_run_in_a_stack_is_the_run_alone() -> None:
         basis.override(at_most=None, penalty=5.0, seed=1),
     ]
     stack = trained(*several)
-    ours = stack.evaluate()
+    ours = evaluation.evaluate(stack)
     for run, r in enumerate(several):
         alone = trained(r)
         same(stack, {n.removeprefix("network."): v.detach() for n, v in alone.runs.values().items()}, run)
-        constraints = len(alone.live.lagrangian.multiplier[0])
+        constraints = len(alone.lagrangian.multiplier[0])
         torch.testing.assert_close(
-            stack.live.lagrangian.multiplier[run, :constraints],
-            alone.live.lagrangian.multiplier[0],
+            stack.lagrangian.multiplier[run, :constraints],
+            alone.lagrangian.multiplier[0],
             rtol=1e-4,
             atol=1e-5,
         )
-        assert not stack.live.lagrangian.multiplier[run, constraints:].any()
-        for name, value in alone.live.values().items():
-            torch.testing.assert_close(stack.live.values()[name][run], value, rtol=1e-5, atol=2e-5)
-        for key, value in alone.evaluate().items():
+        assert not stack.lagrangian.multiplier[run, constraints:].any()
+        for name, value in alone.values().items():
+            torch.testing.assert_close(stack.values()[name][run], value, rtol=1e-5, atol=2e-5)
+        for key, value in evaluation.evaluate(alone).items():
             torch.testing.assert_close(ours[key][run], value[0], rtol=1e-4, atol=1e-4)
-        x = alone.live.supply.scaled(data().test_x)
+        x = alone.supply.scaled(data().test_x)
         torch.testing.assert_close(stack.network(run)(x), alone.network(0)(x), rtol=1e-3, atol=1e-3)
-    assert stack.live.lagrangian.multiplier[0, 0] > 0
-    assert not stack.live.lagrangian.multiplier[2].any()
+    assert stack.lagrangian.multiplier[0, 0] > 0
+    assert not stack.lagrangian.multiplier[2].any()
     fc1 = stack.runs.values()["network.model.fc1.weight"]
     assert not torch.allclose(fc1[0], fc1[1], atol=1e-2)  # another seed, another run
 
@@ -252,34 +249,34 @@ def test_recipes_that_cannot_share_a_stack_are_refused() -> None:
 def test_an_epoch_is_a_function_of_seed_and_epoch() -> None:
     a, b = recipe(seed=1, samples=2), recipe(seed=2, samples=2)
     stack, alone = Trainer([a, b], data()), Trainer([b], data())
-    order, noise = stack.live.supply.epoch(stack.epoch)
+    order, noise = stack.supply.epoch(stack.epoch)
     assert order.shape == (5, 2, BATCH)
     assert noise.shape == (5, 2, 2, 300 + 100)  # steps, runs, draws, gates
     for run in range(2):
         assert sorted(order[:, run].flatten().tolist()) == list(range(TRAIN))
     torch.rand(3)  # torch's own generator has no part in it
-    for ours, theirs in zip((order, noise), alone.live.supply.epoch(alone.epoch), strict=True):
+    for ours, theirs in zip((order, noise), alone.supply.epoch(alone.epoch), strict=True):
         assert torch.equal(ours[:, 1:], theirs)
         assert not torch.equal(ours[:, 0], ours[:, 1])
-    alone.live.epoch = 1
-    assert not torch.equal(alone.live.supply.epoch(alone.epoch)[0], order[:, 1:])
-    assert not torch.equal(alone.live.supply.epoch(alone.epoch)[1], noise[:, 1:])
+    alone.epoch = 1
+    assert not torch.equal(alone.supply.epoch(alone.epoch)[0], order[:, 1:])
+    assert not torch.equal(alone.supply.epoch(alone.epoch)[1], noise[:, 1:])
 
 
 def test_a_run_goes_on_where_it_was_left_in_the_middle_of_an_epoch() -> None:
     r = recipe(at_most=0.3, dual="nupi", dual_lr=0.1, kp=1.0, target_warmup=0.5, epochs=2, ema=0.9)
     first, second = Trainer([r], data()), Trainer([r], data())
-    list(first.train_epoch())
-    steps = first.train_epoch()
+    list(train_epoch(first))
+    steps = train_epoch(first)
     next(steps), next(steps)
     assert (first.epoch, first.position) == (1, 2)
-    second.load(copy.deepcopy(first.state()))
+    saver.load(second, copy.deepcopy(saver.state(first)))
     rest = torch.cat(list(steps))
     assert len(rest) == 3
-    assert torch.equal(torch.cat(list(second.train_epoch())), rest)
-    assert torch.equal(second.live.lagrangian.multiplier, first.live.lagrangian.multiplier)
-    for name, value in first.live.values().items():
-        assert torch.equal(second.live.values()[name], value), name
+    assert torch.equal(torch.cat(list(train_epoch(second))), rest)
+    assert torch.equal(second.lagrangian.multiplier, first.lagrangian.multiplier)
+    for name, value in first.values().items():
+        assert torch.equal(second.values()[name], value), name
         assert torch.equal(second.runs.values()[name], first.runs.values()[name]), name
     assert (second.epoch, second.position) == (first.epoch, first.position) == (2, 0)
 
@@ -288,26 +285,24 @@ def test_the_average_is_corrected_for_its_beginning() -> None:
     r = recipe(ema=0.8, lr=1e-2)
     trainer = Trainer([r], data())
     start = {n: v.detach().clone() for n, v in trainer.runs.values().items()}
-    assert all(torch.equal(v, start[n]) for n, v in trainer.live.values().items())  # nothing to average yet
+    assert all(torch.equal(v, start[n]) for n, v in trainer.values().items())  # nothing to average yet
     path = []
-    for _ in trainer.train_epoch():
+    for _ in train_epoch(trainer):
         path.append({n: v.detach().double() for n, v in trainer.runs.values().items()})
         weights = [0.8 ** (len(path) - 1 - t) for t in range(len(path))]  # geometric, newest 1, and they sum to one
-        for name, value in trainer.live.values().items():
+        for name, value in trainer.values().items():
             mean = sum(w * p[name] for w, p in zip(weights, path, strict=True)) / sum(weights)
             torch.testing.assert_close(value.double(), mean, rtol=1e-5, atol=1e-6)
-    x, y = trainer.live.supply.scaled(data().test_x), data().test_y
+    x, y = trainer.supply.scaled(data().test_x), data().test_y
     net = copy.deepcopy(trainer.runs.template.network)
-    net.load_state_dict({n.removeprefix("network."): v for n, v in trainer.live.values().items()}, strict=False)
+    net.load_state_dict({n.removeprefix("network."): v for n, v in trainer.values().items()}, strict=False)
     wrong = (net.eval()(x).argmax(1) != y).float().mean()
-    assert evaluation.evaluate(trainer.live, chunk=30)["error"].item() == pytest.approx(100 * wrong.item(), abs=1e-4)
+    assert evaluation.evaluate(trainer, chunk=30)["error"].item() == pytest.approx(100 * wrong.item(), abs=1e-4)
 
 
 def test_pixels_are_scaled_as_the_recipe_says() -> None:
     pixels = data().train_x.double() / 255
-    unit, standard = (
-        Trainer([recipe(scaling=s)], data()).live.supply.scaled(data().train_x) for s in ("unit", "standard")
-    )
+    unit, standard = (Trainer([recipe(scaling=s)], data()).supply.scaled(data().train_x) for s in ("unit", "standard"))
     torch.testing.assert_close(unit.double(), pixels, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(standard.double(), (pixels - data().mean[0]) / data().std[0], rtol=1e-5, atol=1e-5)
 
@@ -319,9 +314,9 @@ def test_a_dense_network_is_trained_by_the_same_loop() -> None:
     same(trainer, path[-1])
     assert trainer.history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert "kept" not in trainer.history[0]
-    (result,) = trainer.results()
+    (result,) = evaluation.results(trainer)
     net = trainer.network(0)
-    wrong = (net(trainer.live.supply.scaled(data().test_x)).argmax(1) != data().test_y).float().mean().item()
+    wrong = (net(trainer.supply.scaled(data().test_x)).argmax(1) != data().test_y).float().mean().item()
     assert result["error_last"] == pytest.approx(100 * wrong, abs=1e-4)
     assert "architecture" not in result
 
@@ -336,9 +331,9 @@ def snapshot(trainer: Trainer) -> dict[str, Tensor]:
 def test_finalising_brings_every_run_within_its_target_and_tuning_leaves_it_there() -> None:
     basis = recipe(cost="macs", at_most=0.3, finalize=True, finetune_epochs=1, ema=0.5)
     trainer = Trainer([basis, basis.override(at_most=0.1, seed=1)], data())
-    list(trainer.train_epoch())
-    averaged = {n: v.clone() for n, v in trainer.live.values().items()}
-    events.turn(trainer.live)
+    list(train_epoch(trainer))
+    averaged = {n: v.clone() for n, v in trainer.values().items()}
+    events.turn(trainer)
     before = snapshot(trainer)
     for name, value in before.items():  # it goes on from the average, and closing changes no weight
         assert ("gates" in name) != torch.equal(value, averaged[name]), name
@@ -368,7 +363,7 @@ def test_finalising_needs_no_tuning() -> None:
 
 def test_tuning_without_finalising_fixes_the_gates_too() -> None:
     trainer = Trainer([recipe(finetune_epochs=1)], data())
-    list(trainer.train_epoch())
+    list(train_epoch(trainer))
     before = snapshot(trainer)
     to_the_end(trainer)
     assert trainer.epoch == 2
@@ -379,12 +374,12 @@ def test_tuning_without_finalising_fixes_the_gates_too() -> None:
 def test_tuning_is_plain_training_of_the_test_time_network() -> None:
     r = recipe(finetune_epochs=1)
     trainer = trained(r)
-    events.tune(trainer.live)
+    events.tune(trainer)
     gated: Any = copy.deepcopy(trainer.runs.template.network).eval()
-    index = trainer.live.supply.epoch(trainer.epoch)[0][0, 0]
-    x, y = trainer.live.supply.scaled(data().train_x[index]), data().train_y[index]
+    index = trainer.supply.epoch(trainer.epoch)[0][0, 0]
+    x, y = trainer.supply.scaled(data().train_x[index]), data().train_y[index]
     expected = F.cross_entropy(gated(x), y)  # no noise, and no penalty
-    assert next(trainer.train_epoch()).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert next(train_epoch(trainer)).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 # ---- what came out --------------------------------------------------------------------------------------------------
@@ -392,8 +387,8 @@ def test_tuning_is_plain_training_of_the_test_time_network() -> None:
 
 def test_the_architecture_of_lenet5_is_that_of_the_compact_network() -> None:
     r = recipe(network="lenet5", placement="per_layer")
-    gated, _ = build(r, data(), CPU)
-    assert gated is not None
+    gated = build(r, data(), CPU)
+    assert isinstance(gated, l0.Gated)
     set_open(gated.eval(), {})
     assert architecture(gated) == {"conv1": 20, "conv2": 50, "fc1": 800, "fc2": 500}
     closed = {
@@ -421,9 +416,9 @@ def test_results_are_counts_of_the_compact_network() -> None:
         with torch.no_grad():
             for name, gate in gated.gates.named_parameters():
                 trainer.runs.values()[f"network.gates.{name}"][run].copy_(gate)
-    trainer.note()
+    evaluation.note(trainer)
     trainer.history[0]["error"], trainer.history[1]["error"] = 11.0, 7.0
-    dense, sparse = trainer.results()
+    dense, sparse = evaluation.results(trainer)
     assert (dense["error_best"], sparse["error_best"]) == (11.0, 7.0)
     assert dense["architecture"] == {"fc1": 784, "fc2": 300, "fc3": 100}
     pixels, first, second = 784 - 262, 300 - 120, 100 - 5
@@ -446,7 +441,9 @@ def test_the_history_has_one_record_for_each_run_and_evaluated_epoch() -> None:
     assert [(h["epoch"], h["run"], h["seed"]) for h in seen] == [
         (2, "tiny", 0), (2, "other", 1), (3, "tiny", 0), (3, "other", 1)
     ]  # fmt: skip
-    now = trainer.evaluate()
+    now = evaluation.evaluate(trainer)
     assert [h["error"] for h in seen[2:]] == now["error"].tolist()
     assert [list(h["kept"].values()) for h in seen[2:]] == now["kept"].tolist()
-    assert all(r["error_best"] == min(h["error"] for h in seen[i::2]) for i, r in enumerate(trainer.results()))
+    assert all(
+        r["error_best"] == min(h["error"] for h in seen[i::2]) for i, r in enumerate(evaluation.results(trainer))
+    )

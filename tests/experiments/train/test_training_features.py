@@ -28,9 +28,9 @@ import ellzero as l0
 from ellzero.experiments.data import Dataset, epoch_generator, scaled, stand_in
 from ellzero.experiments.recipe import Recipe, refuse_idle
 from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.experiments.train import evaluation
+from ellzero.experiments.train import evaluation, events
 from ellzero.experiments.train.building import build
-from ellzero.experiments.train.loop import Stopped, train
+from ellzero.experiments.train.loop import Stopped, train, train_epoch
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
@@ -45,7 +45,7 @@ def few() -> Dataset:
 
 def epoch_of(trainer: Trainer) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Images, classes and noise (draws, gates) of every step of the epoch that comes."""
-    dataset, (order, noise) = trainer.data, trainer.live.supply.epoch(trainer.epoch)
+    dataset, (order, noise) = trainer.data, trainer.supply.epoch(trainer.epoch)
     return [
         (scaled(dataset.train_x[index], dataset.mean, dataset.std), dataset.train_y[index], draws)
         for index, draws in zip(order[:, 0], noise[:, 0], strict=True)
@@ -130,23 +130,23 @@ def test_learning_rates_fall_at_milestones_and_to_zero_in_tuning(optimizer: str,
     )  # fmt: skip
     of_weights = [1, 0.2, 0.04, 0.04, 0.02]  # and then it would be zero
     of_gates = of_weights if decay_gates else [1, 1, 1]
-    gated, _ = build(r, few(), CPU)
-    assert gated is not None
+    gated = build(r, few(), CPU)
+    assert isinstance(gated, l0.Gated)
     hand, penalty = optimizer_of(r, gated), l0.Penalty(l0.l0_norm, 5.0 / 100)
     trainer = Trainer([r], few())
     for epoch in range(5):
-        if trainer.gates_have_learned:
-            trainer.turn()
+        if trainer.policy.turns(trainer.epoch, trainer.step.fixed):
+            events.turn(trainer)
             gated.eval()  # the gates as they are at test time
             for gate in gated.gates.parameters():
                 gate.requires_grad_(False)
                 gate.grad = None
-        assert trainer.live.step.fixed == (epoch >= 3)
+        assert trainer.step.fixed == (epoch >= 3)
         hand.param_groups[0]["lr"] = r.lr * of_weights[epoch]
         if epoch < 3:
             hand.param_groups[1]["lr"] = (r.gate_lr or 0) * of_gates[epoch]
         before, coming = by_name(trainer), epoch_of(trainer)
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
         for x, y, draws in coming:
             loss = F.cross_entropy(gated(x, gate_noise=draws[0]) if epoch < 3 else gated(x), y)
             hand.zero_grad()
@@ -202,7 +202,7 @@ def test_l2_is_eq_17_for_weights_that_gates_count_and_weight_decay_for_others(ca
     trainer = Trainer([r], few())
     hand: Any = copy.deepcopy(trainer.runs.template.network)
     before, (x, y, draws) = by_name(trainer), epoch_of(trainer)[0]
-    next(trainer.train_epoch())
+    next(train_epoch(trainer))
     (F.cross_entropy(hand(x, gate_noise=draws[0]), y) + l0.Penalty(l0.l0_norm, 0.1 / 100)(hand)).backward()
     l2 = l2_by_hand(r, hand)
     after = by_name(trainer)
@@ -218,7 +218,7 @@ def test_l2_of_a_dense_network_is_weight_decay() -> None:
     net = copy.deepcopy(trainer.runs.template.network)
     hand = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.3)
     coming = epoch_of(trainer)
-    list(trainer.train_epoch())
+    list(train_epoch(trainer))
     for x, y, _ in coming:
         hand.zero_grad()
         F.cross_entropy(net(x), y).backward()
@@ -233,11 +233,11 @@ def test_l2_goes_on_in_tuning_with_gates_that_are_open() -> None:
     )  # fmt: skip
     trainer = Trainer([r], few())
     set_open(trainer.runs.template.network, {})  # type: ignore[arg-type]
-    trainer.live.epoch = 1
-    trainer.turn()
+    trainer.epoch = 1
+    events.turn(trainer)
     hand: Any = copy.deepcopy(trainer.runs.template.network).eval()
     before, (x, y, _) = by_name(trainer), epoch_of(trainer)[0]
-    next(trainer.train_epoch())
+    next(train_epoch(trainer))
     F.cross_entropy(hand(x), y).backward()
     for name, p in hand.model.named_parameters():
         factor = 0.3 * 1.5 if name.endswith("weight") else 0.3
@@ -280,12 +280,12 @@ def test_images_are_cropped_and_mirrored_anew_in_every_epoch() -> None:
     pixels, r = dataset.train_x.clone(), wide(augment=True, epochs=2, seed=3)
     trainer = Trainer([r], dataset)
     seen: list[tuple[Tensor, Tensor]] = []
-    batch = trainer.live.supply.batch
-    trainer.live.supply.batch = lambda index: seen.append(batch(index)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+    batch = trainer.supply.batch
+    trainer.supply.batch = lambda index: seen.append(batch(index)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
     for epoch in range(2):
-        order = trainer.live.supply.epoch(trainer.epoch)[0]
+        order = trainer.supply.epoch(trainer.epoch)[0]
         seen.clear()
-        list(trainer.train_epoch())
+        list(train_epoch(trainer))
         expected = augmented_by_hand(dataset, 3, epoch)
         assert len(seen) == 3
         for (x, y), index in zip(seen, order[:, 0], strict=True):
@@ -295,7 +295,7 @@ def test_images_are_cropped_and_mirrored_anew_in_every_epoch() -> None:
     assert not torch.equal(augmented_by_hand(dataset, 3, 0), augmented_by_hand(dataset, 3, 1))
     assert not torch.equal(augmented_by_hand(dataset, 3, 0), augmented_by_hand(dataset, 4, 0))
     # The order of the images does not depend on it.
-    orders = [Trainer([one], dataset).live.supply.epoch(0)[0] for one in (r, r.override(augment=False))]
+    orders = [Trainer([one], dataset).supply.epoch(0)[0] for one in (r, r.override(augment=False))]
     assert torch.equal(*orders)
 
 
@@ -336,10 +336,7 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     r = wide(placement="shrinkable", penalty=1e-4, gate_lr=0.1, ema=0.5, recalibrate=True)
     plain, trainer = (train([x], dataset) for x in (r.override(recalibrate=False), r))
     same(trainer, by_name(plain))
-    batches = [
-        trainer.live.supply.scaled(dataset.train_x[index])
-        for index in trainer.live.supply.epoch(trainer.epoch)[0][:, 0]
-    ]
+    batches = [trainer.supply.scaled(dataset.train_x[index]) for index in trainer.supply.epoch(trainer.epoch)[0][:, 0]]
     gated: Any = plain.network(0)  # the averaged parameters count
     assert all((gate.value() > 0.1).all() and (gate.value() < 0.9).all() for _, gate in gated.named_gates())
     expected = statistics_by_hand(copy.deepcopy(gated), batches)
@@ -350,12 +347,12 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     assert not any(torch.allclose(buffers(plain)[name], value, rtol=1e-2) for name, value in expected.items())
     # They are in force in what is evaluated and handed over, and training would go on as before.
     gated.load_state_dict({**gated.state_dict(), **expected})
-    wrong = (gated(trainer.live.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
+    wrong = (gated(trainer.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
     assert trainer.history[-1]["error"] == pytest.approx(100 * wrong, abs=1e-3)
     torch.testing.assert_close(trainer.network(0)(batches[0]), gated(batches[0]), rtol=1e-3, atol=1e-3)
     # What each step has bought is told by the run without it.
     raw: Any = plain.runs.network(0).eval()
-    wrong = (raw(trainer.live.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
+    wrong = (raw(trainer.supply.scaled(dataset.test_x)).argmax(1) != dataset.test_y).float().mean().item()
     without = trainer.history[-1]["error_without"]
     assert without == {"averaging": pytest.approx(100 * wrong), "recalibration": plain.history[-1]["error"]}
     assert plain.history[-1]["error_without"] == {"averaging": without["averaging"]}
@@ -363,7 +360,7 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
     norms = [m for m in trainer.runs.template.modules() if isinstance(m, nn.BatchNorm2d)]
     assert {m.momentum for m in norms} == {0.1}
     assert not any(m.training for m in norms)
-    evaluation.recalibrate(trainer.live, batches=1)
+    evaluation.recalibrate(trainer, batches=1)
     for name, value in statistics_by_hand(copy.deepcopy(gated), batches[:1]).items():
         torch.testing.assert_close(buffers(trainer)[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -372,8 +369,8 @@ def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_t
 
 
 def first_batch(trainer: Trainer) -> tuple[Tensor, Tensor, Tensor]:
-    order, noise = trainer.live.supply.epoch(trainer.epoch)
-    return *trainer.live.supply.batch(order[0]), noise[0, :, 0]
+    order, noise = trainer.supply.epoch(trainer.epoch)
+    return *trainer.supply.batch(order[0]), noise[0, :, 0]
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # not every CPU has bfloat16 of its own
@@ -398,16 +395,16 @@ def test_bfloat16_is_for_the_forward_and_nothing_else(size: int) -> None:
         torch.testing.assert_close(loss[run], F.cross_entropy(logits.float(), y[run]), rtol=1e-3, atol=1e-3)
         assert abs(loss[run] - full.runs(x, y, noise)[0][run]) > 1e-5  # float32 agrees to the sixth digit
     types.clear()
-    for name, value in half.evaluate().items():
-        assert torch.equal(value, full.evaluate()[name]), name
-    images = full.live.supply.scaled(few().test_x)
+    for name, value in evaluation.evaluate(half).items():
+        assert torch.equal(value, evaluation.evaluate(full)[name]), name
+    images = full.supply.scaled(few().test_x)
     assert torch.equal(
         half.runs.eval().evaluate(Objective.logits, images), full.runs.eval().evaluate(Objective.logits, images)
     )
     assert set(types) == {torch.float32}
-    list(half.train_epoch())
+    list(train_epoch(half))
     assert {v.dtype for v in half.runs.values().values()} == {torch.float32}
-    assert math.isfinite(half.note()[0]["loss"])
+    assert math.isfinite(evaluation.note(half)[0]["loss"])
 
 
 @pytest.mark.slow
@@ -423,10 +420,10 @@ def test_a_compiled_step_is_the_step_to_rounding(size: int) -> None:
     ends = []
     for on in (False, True):
         trainer = Trainer([r.override(compile=on) for r in both], few())
-        losses = torch.stack(list(trainer.train_epoch()))
-        ends.append((losses, trainer.live.lagrangian.multiplier, by_name(trainer), trainer.evaluate()["error"]))
-        trainer.turn()
-        list(trainer.train_epoch())
+        losses = torch.stack(list(train_epoch(trainer)))
+        ends.append((losses, trainer.lagrangian.multiplier, by_name(trainer), evaluation.evaluate(trainer)["error"]))
+        events.turn(trainer)
+        list(train_epoch(trainer))
         assert trainer.done
     for plain, compiled in zip(*ends, strict=True):
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=2e-5)
@@ -443,12 +440,12 @@ def test_extra_gradient_is_that_of_the_library(optimizer: str, samples: int) -> 
         placement="per_layer", at_most={"fc1": 0.2, "fc[23]": 0.9}, dual="nupi", dual_lr=0.5, kp=1.0, samples=samples,
         extra_gradient=True, **OPTIMIZERS[optimizer],
     )  # fmt: skip
-    gated, _ = build(r, data(), CPU)
-    assert gated is not None
+    gated = build(r, data(), CPU)
+    assert isinstance(gated, l0.Gated)
     hand = optimizer_of(r, gated)
     constraint = l0.Constraint(l0.l0_norm, {"fc1": 0.2, "fc[23]": 0.9}, dual=l0.duals.NuPI(kp=1.0, ki=0.5))
     trainer = Trainer([r], data())
-    coming, steps = epoch_of(trainer), trainer.train_epoch()
+    coming, steps = epoch_of(trainer), train_epoch(trainer)
     for x, y, draws in coming:
         assert len(draws) == 2 * samples
         left = iter(draws)
@@ -462,11 +459,11 @@ def test_extra_gradient_is_that_of_the_library(optimizer: str, samples: int) -> 
         l0.objectives.extra_gradient_step(constraint, hand, lagrangian)
         assert not list(left)
         torch.testing.assert_close(
-            trainer.live.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5
+            trainer.lagrangian.multiplier[0], constraint.multiplier.float(), rtol=1e-4, atol=1e-5
         )
     same(trainer, {n: p.detach() for n, p in gated.named_parameters()}, atol=1e-4 if optimizer == "adam" else 1e-5)
     assert constraint.multiplier[0] > 0.1
-    ours, theirs = trainer.live.optimizer.state, hand.state
+    ours, theirs = trainer.optimizer.state, hand.state
     for name, p in gated.named_parameters():
         mine = ours[trainer.runs.values()[f"network.{name}"]]
         assert mine.keys() == theirs[p].keys()
@@ -481,10 +478,10 @@ def test_a_run_with_extra_gradient_is_alone_in_its_stack() -> None:
     for run, r in enumerate(several):
         alone = trained(r)
         same(stack, by_name(alone), run)
-        torch.testing.assert_close(stack.live.lagrangian.multiplier[run], alone.live.lagrangian.multiplier[0])
-        for name, value in alone.live.average.tensors.items():
-            torch.testing.assert_close(stack.live.average.tensors[name][run], value, rtol=1e-5, atol=2e-5)
-    assert stack.live.lagrangian.multiplier.all()
+        torch.testing.assert_close(stack.lagrangian.multiplier[run], alone.lagrangian.multiplier[0])
+        for name, value in alone.average.tensors.items():
+            torch.testing.assert_close(stack.average.tensors[name][run], value, rtol=1e-5, atol=2e-5)
+    assert stack.lagrangian.multiplier.all()
 
 
 # ---- objectives in one stack ----------------------------------------------------------------------------------------
@@ -501,12 +498,12 @@ def test_runs_with_other_costs_share_a_stack() -> None:
     for run, r in enumerate(several):
         alone = trained(r)
         same(stack, by_name(alone), run, atol=1e-3)  # a hundredth of a step of the gates
-        own = len(alone.live.lagrangian.multiplier[0])
+        own = len(alone.lagrangian.multiplier[0])
         torch.testing.assert_close(
-            stack.live.lagrangian.multiplier[run, :own], alone.live.lagrangian.multiplier[0], rtol=1e-4, atol=1e-4
+            stack.lagrangian.multiplier[run, :own], alone.lagrangian.multiplier[0], rtol=1e-4, atol=1e-4
         )
-        assert alone.live.lagrangian.multiplier.all()
-        assert not stack.live.lagrangian.multiplier[run, own:].any()
+        assert alone.lagrangian.multiplier.all()
+        assert not stack.lagrangian.multiplier[run, own:].any()
 
 
 def test_targets_that_the_gates_cannot_reach_are_refused_before_the_training() -> None:
@@ -530,8 +527,8 @@ def test_the_automatic_controller_does_as_much_in_a_run_of_any_length(epochs: in
     for gate in trainer.runs.template.network.gates.parameters():  # type: ignore[union-attr]
         gate.requires_grad_(False)
     for _ in range(epochs):
-        list(trainer.train_epoch())
-    assert trainer.live.lagrangian.multiplier.item() == pytest.approx(0.5 * 1.05**100, rel=1e-2)
+        list(train_epoch(trainer))
+    assert trainer.lagrangian.multiplier.item() == pytest.approx(0.5 * 1.05**100, rel=1e-2)
 
 
 # ---- initialisation -------------------------------------------------------------------------------------------------
@@ -543,7 +540,9 @@ def test_weights_make_up_for_gates_of_their_own_layer_only(network: str) -> None
 
     def weights(placement: str, p: float) -> dict[str, Tensor]:
         r = recipe(network=network, placement=placement, init="2021", drop_rates={"*": p})
-        return {n: v.detach() for n, v in build(r, few(), CPU)[1].named_parameters()}
+        gated = build(r, few(), CPU)
+        assert isinstance(gated, l0.Gated)
+        return {n: v.detach() for n, v in gated.model.named_parameters()}
 
     low, high = (weights("per_layer", p) for p in (0.2, 0.5))
     free_low, free_high = (weights("shrinkable", p) for p in (0.2, 0.5))
@@ -565,9 +564,9 @@ def test_a_record_says_how_a_run_stands() -> None:
     basis = basis.override(gate_lr=1.0, epochs=2, finalize=True, ema=0.5)
     losses = []
     trainer = Trainer([basis, basis.override(seed=5, name="other")], few())
-    losses += list(trainer.train_epoch())
-    losses += list(trainer.train_epoch())
-    records = trainer.note()
+    losses += list(train_epoch(trainer))
+    losses += list(train_epoch(trainer))
+    records = evaluation.note(trainer)
     assert json.loads(json.dumps(records)) == records
     assert records == trainer.history
     for run, record in enumerate(records):
@@ -584,18 +583,18 @@ def test_a_record_says_how_a_run_stands() -> None:
         assert record["loss"] == pytest.approx(sum(float(x[run]) for x in losses) / 4, rel=1e-5)
         assert record["open"] == {name: int(gate.open().sum()) for name, gate in gated.named_gates()}
         assert 0 < record["open"]["fc1"] < 784
-        assert record["multiplier"] == pytest.approx(trainer.live.lagrangian.multiplier[run].tolist())
+        assert record["multiplier"] == pytest.approx(trainer.lagrangian.multiplier[run].tolist())
         for name, cost in {"l0_norm": l0.l0_norm, "params": l0.params, "macs": l0.macs}.items():
             whole = l0.dense(cost, gated)
             assert record["expected"][name] == pytest.approx(cost(gated).item() / whole, rel=1e-4)
             assert record["kept"][name] == pytest.approx(cost(gated, kept=True).item() / whole, rel=1e-4)
         assert record["seconds"] > 0
-    trainer.turn()
+    events.turn(trainer)
     assert trainer.done
-    for record in trainer.note():  # no steps since, so no loss and no time
+    for record in evaluation.note(trainer):  # no steps since, so no loss and no time
         assert (record["loss"], record["seconds"], record["tuning"]) == (None, 0.0, True)
         assert record["kept"]["l0_norm"] < 0.35
-    for run, result in enumerate(trainer.results()):
+    for run, result in enumerate(evaluation.results(trainer)):
         assert result["seconds"] == records[run]["seconds"]
         assert (result["gates"], result["runs_in_stack"]) == ("averaged", 2)
 
@@ -603,10 +602,10 @@ def test_a_record_says_how_a_run_stands() -> None:
 def test_losses_and_seconds_are_of_the_steps_since_the_last_record() -> None:
     trainer = Trainer([recipe(epochs=3)], few())
     for epoch in range(3):
-        losses = torch.cat(list(trainer.train_epoch()))
-        assert trainer.note()[0]["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        losses = torch.cat(list(train_epoch(trainer)))
+        assert evaluation.note(trainer)[0]["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
         assert len(trainer.history) == epoch + 1
-    (result,) = trainer.results()
+    (result,) = evaluation.results(trainer)
     assert result["seconds"] == sum(h["seconds"] for h in trainer.history) > 0
     assert result["gates"] == "raw"
 
@@ -676,9 +675,9 @@ def test_a_run_that_diverges_is_named_in_its_stack() -> None:
     trainer = Trainer([recipe(), recipe(seed=1, name="bad")], few())
     with torch.no_grad():
         trainer.runs.values()["network.model.fc1.weight"][1].fill_(float("inf"))
-    list(trainer.train_epoch())
+    list(train_epoch(trainer))
     with pytest.raises(DivergedError, match=r"^the loss of `bad`, seed 1, is nan"):
-        trainer.note()
+        evaluation.note(trainer)
 
 
 class Interrupting(AbstractWatcher):
@@ -715,7 +714,7 @@ def test_the_best_error_is_of_a_network_within_the_target() -> None:
     trainer.history[:] = [
         {**base, "epoch": 1, "error": e, "tuning": t} for t, several in errors.items() for e in several
     ]
-    assert trainer.results()[0]["error_best"] == 7.0
+    assert evaluation.results(trainer)[0]["error_best"] == 7.0
 
 
 def test_a_folder_that_another_process_trains_in_is_left_alone(tmp_path: Path) -> None:

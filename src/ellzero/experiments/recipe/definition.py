@@ -1,4 +1,4 @@
-"""What a recipe is and says, and how it is read from text and written to it. Which fields there are is in `table`."""
+"""What a recipe is and says, and how it is read from text and written to it. Which fields there are is in `fields`."""
 
 import difflib
 import hashlib
@@ -12,8 +12,7 @@ from typing import Any, Self, final
 
 from ellzero.experiments import networks
 from ellzero.experiments.data import KNOWN
-from ellzero.experiments.recipe.kinds import Described, checked
-from ellzero.experiments.recipe.table import Fields
+from ellzero.experiments.recipe.fields import Described, Fields, checked
 
 FIELDS = {f.name: Described(f) for f in fields(Fields)}
 
@@ -34,23 +33,20 @@ class Recipe(Fields):
         >>> recipe = get("gallego-mlp").override(at_most=0.2, epochs=100)
         >>> recipe.at_most, recipe.lr, recipe.drop_rate("fc1")
         (0.2, 0.0007, 0.2)
-        >>> recipe.override(epoch=100)
-        Traceback (most recent call last):
-        ...
-        ValueError: `epoch` is not a field of a recipe; did you mean `epochs`?
     """
 
     def __post_init__(self) -> None:
         for name, known in FIELDS.items():
             object.__setattr__(self, name, checked(known.hint, name, getattr(self, name)))
+        plain = self.to_dict()
         for name, known in FIELDS.items():
             for rule in known.rules:
                 if not rule.holds(self):
                     raise ValueError(f"`{name}` {self._said(rule.words)}")
-        for name in FIELDS:
-            for words in _idle(self, name, strict=True):
-                default = "absent" if FIELDS[name].nullable else _shown(FIELDS[name].default)
-                raise ValueError(f"`{name}` must be {default} {words}, got {_shown(getattr(self, name))}")
+        for name, known in FIELDS.items():
+            for words in self._idle(name, strict=True):
+                default = "absent" if known.nullable else json.dumps(known.default)
+                raise ValueError(f"`{name}` must be {default} {words}, got {json.dumps(plain[name])}")
 
     def override(self, **changes: Any) -> Self:
         """The recipe with some fields changed."""
@@ -83,6 +79,13 @@ class Recipe(Fields):
     def gate_epochs(self) -> int:
         """Epochs with gates that learn: all, or those until they settle."""
         return self.epochs if self.settle_at is None else min(self.settle_at, self.epochs)
+
+    def _idle(self, name: str, strict: bool) -> Iterable[str]:
+        """Why a field that differs from its default does nothing."""
+        if getattr(self, name) != FIELDS[name].default:
+            for needs in FIELDS[name].needs:
+                if needs.strict == strict and not needs.acts(self):
+                    yield self._said(needs.words)
 
     def _said(self, words: str) -> str:
         fitting = [f'"{name}"' for name, known in KNOWN.items() if known.shape == self.facts.images]
@@ -119,30 +122,9 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, tuple) else value
 
 
-def _shown(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(_plain(value))
-
-
-# ---------------------------------------------------------------- in words
-
-
 def in_words(value: Any) -> str:
-    """A field's value as short text.
-
-    Example:
-        >>> in_words({"fc1": 0.2}), in_words(None), in_words([60, 120])
-        ('{fc1: 0.2}', 'none', '[60, 120]')
-    """
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return str(value).lower()
-        case dict():
-            return "{" + ", ".join(f"{key}: {in_words(item)}" for key, item in value.items()) + "}"
-        case list() | tuple():
-            return "[" + ", ".join(map(in_words, value)) + "]"
-    return str(value)
+    """A field's value as short text: `{fc1: 0.2}`, `none`, `[60, 120]`."""
+    return "none" if value is None else json.dumps(value, ensure_ascii=False).replace('"', "")
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -160,33 +142,11 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return out
 
 
-# ---------------------------------------------------------------- fields that do nothing
-
-
-def _idle(recipe: Recipe, name: str, strict: bool) -> Iterable[str]:
-    """Why a field that differs from its default does nothing."""
-    if getattr(recipe, name) != FIELDS[name].default:
-        for needs in FIELDS[name].needs:
-            if needs.strict == strict and not needs.acts(recipe):
-                yield recipe._said(needs.words)
-
-
 def refuse_idle(recipe: Recipe, names: Iterable[str]) -> None:
-    """Refuses fields that somebody has set on purpose, and that change nothing in this recipe.
-
-    Example:
-        >>> from ellzero.experiments.papers import get
-        >>> refuse_idle(get("louizos-mlp").override(on="kept"), ["on"])
-        Traceback (most recent call last):
-        ...
-        ValueError: `on` changes nothing without `at_most`
-    """
+    """Refuses fields that somebody has set on purpose, and that change nothing in this recipe."""
     for name in names:
-        for words in _idle(recipe, name, strict=False):
+        for words in recipe._idle(name, strict=False):
             raise ValueError(f"`{name}` changes nothing {words}")
-
-
-# ---------------------------------------------------------------- from text
 
 
 def from_strings(texts: Mapping[str, str]) -> dict[str, Any]:

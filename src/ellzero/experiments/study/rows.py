@@ -14,7 +14,8 @@ from typing import final
 from rich.table import Table
 
 from ellzero.experiments.campaign import Record
-from ellzero.experiments.recipe import Recipe, nearest
+from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.recipe.definition import nearest
 from ellzero.experiments.study.records import table
 
 

@@ -5,7 +5,7 @@ This file knows recipes, networks, gates and costs; it trains nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -17,7 +17,7 @@ from ellzero import gates
 from ellzero.experiments import networks
 from ellzero.experiments.data import Dataset, scaled
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.train.stepping.stack import NORMS, l2_of_weights
+from ellzero.experiments.train.stepping.stack import NORMS, Part, l2_of_weights
 from ellzero.gated import placements
 from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated
@@ -26,10 +26,7 @@ from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.lagrangian import Lagrangian
 from ellzero.out import finalization
 
-
-def network(recipe: Recipe, classes: int) -> nn.Module:
-    """The network that a recipe names, without gates."""
-    return recipe.facts.make(classes, recipe.dropout)
+COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
 
 
 def where(recipe: Recipe) -> placements.Where:
@@ -40,10 +37,10 @@ def where(recipe: Recipe) -> placements.Where:
     return placements.per_layer(only=only or "*")
 
 
-def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated | None, nn.Module]:
-    """The network of a recipe, initialised by its seed, and its gates (none for a dense one)."""
+def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
+    """The network of a recipe, initialised by its seed: a `Gated`, or the plain one of a recipe without gates."""
     torch.manual_seed(recipe.seed)
-    model = network(recipe, len(dataset.classes))
+    model = recipe.facts.make(len(dataset.classes), recipe.dropout)
     gated = None
     if recipe.placement is not None:
         rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
@@ -55,7 +52,7 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> tuple[Gated
         # Gates of `per_layer` have the name of the layer whose weights make up for them; others belong to no one layer.
         names = [name for name, _ in gated.named_gates()] if gated and recipe.placement != "shrinkable" else []
         networks.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
-    return (None, model.to(device)) if gated is None else (gated.to(device), model)
+    return (gated or model).to(device)
 
 
 def architecture(gated: Gated) -> dict[str, int]:
@@ -66,35 +63,19 @@ def architecture(gated: Gated) -> dict[str, int]:
     plan, graph = gated.plan(refuse=False), gated.graph
     out = {}
     for placement in gated.placements:
-        site = placement.multiplies[0]
-        if (
-            len(placement.multiplies) == 1
-            and len(site.dims) == 1
-            and graph.shapes[site.tensor][site.dims[0]] == placement.shape[0]
-        ):
+        site, size = placement.multiplies[0], placement.shape[0]
+        alone = len(placement.multiplies) == len(site.dims) == 1
+        if alone and graph.shapes[site.tensor][site.dims[0]] == size:
             rows = plan.rows.get(site.tensor, {}).get(site.dims[0])
-            out[placement.name] = placement.shape[0] if rows is None else len(rows)
+            out[placement.name] = size if rows is None else len(rows)
         else:
             units = graph.units[site.tensor][site.dims][site.units >= 0]
             out[placement.name] = int(plan.units[np.unique(units)].sum())
     return out
 
 
-# ---------------------------------------------------------------- the objective
-
-COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
-Part = tuple[costs.Cost, str | None]
-
-
 def parts(recipes: Sequence[Recipe], names: Iterable[str]) -> list[Part]:
-    """The entries of the cost vector that these recipes need: `l0_norm` of each placement, then the costs of
-    modules that a target names, then `l2_norm` where it acts.
-
-    Example:
-        >>> from ellzero.experiments.papers import get
-        >>> [(cost.__name__, only) for cost, only in parts([get("demo")], ["conv1", "conv2"])]
-        [('l0_norm', 'conv1'), ('l0_norm', 'conv2'), ('macs', None)]
-    """
+    """The entries of the cost vector: `l0_norm` of each placement, costs that targets name, `l2_norm` if it acts."""
     by_gates: list[Part] = [(costs.l0_norm, name) for name in names]
     others = {(r.cost, pattern): None for r in recipes if r.cost != "l0_norm" for pattern in targets(r)}
     by_module: list[Part] = [(COSTS[name], None if pattern == "*" else pattern) for name, pattern in others]
@@ -106,19 +87,15 @@ def parts(recipes: Sequence[Recipe], names: Iterable[str]) -> list[Part]:
 
 def targets(recipe: Recipe) -> dict[str, float]:
     """The target of every constraint of a recipe by its pattern, "*" for the whole network."""
-    if recipe.at_most is None:
-        return {}
-    return dict(recipe.at_most) if isinstance(recipe.at_most, dict) else {"*": recipe.at_most}
+    return _by_pattern(recipe.at_most)
+
+
+def _by_pattern(value: float | Mapping[str, float] | None) -> dict[str, float]:
+    return {} if value is None else dict(value) if isinstance(value, Mapping) else {"*": value}
 
 
 def dual_optimizer(recipe: Recipe, steps: int) -> duals.AbstractDual:
-    """What moves the multipliers of a recipe, in a run of so many steps.
-
-    Example:
-        >>> from ellzero.experiments.papers import get
-        >>> dual_optimizer(get("gallego-mlp"), 1000)
-        GradientAscent(lr=0.0001, restarts=True)
-    """
+    """What moves the multipliers of a recipe, in a run of so many steps."""
     lr = 1e-4 if recipe.dual_lr is None else recipe.dual_lr
     match recipe.dual:
         case "auto":
@@ -140,25 +117,13 @@ def warmup(recipe: Recipe, steps: int) -> duals.AbstractWarmup | None:
 def lagrangian(
     recipes: Sequence[Recipe],
     parts: Sequence[Part],
-    dense: Sequence[float],
+    dense: Sequence[float],  # cost of each part
     *,
-    images: int,
-    steps: int,
+    images: int,  # N of λ = c/N
+    steps: int,  # of a run with gates that learn
     device: torch.device,
 ) -> Lagrangian:
-    """Penalties, constraints and multipliers of a stack.
-
-    Args:
-        recipes: one per run.
-        parts: what the entries of a cost vector are, from `parts`.
-        dense: the dense cost of each entry.
-        images: N of λ = c/N.
-        steps: of a whole run with gates that learn.
-        device: where the tensors are.
-
-    Raises:
-        ValueError: a pattern of a recipe matches no gates.
-    """
+    """Penalties, constraints and multipliers of a stack. Refuses patterns that match no gates."""
     names = [str(only) for cost, only in parts if cost is costs.l0_norm]
     whole = torch.tensor(dense, dtype=torch.float64)
     groups = [targets(r) for r in recipes]
@@ -170,12 +135,11 @@ def lagrangian(
         for k, (cost, _) in enumerate(parts):
             if cost in NORMS:  # ½·l2·‖w‖², as "weight decay" has it
                 prices[run, k] = recipe.l2 * recipe.l2_gated_factor / 2
-        if recipe.penalty is not None:
-            each = recipe.penalty if isinstance(recipe.penalty, dict) else {"*": recipe.penalty}
-            _refuse_unmatched("penalty", each, names)
-            for k, name in enumerate(names):
-                c = next((v for pattern, v in each.items() if fnmatchcase(name, pattern)), 0.0)
-                prices[run, k] = c / images * whole[k]
+        penalties = _by_pattern(recipe.penalty)
+        _refuse_unmatched("penalty", penalties, names)
+        for k, name in enumerate(names):
+            c = next((v for pattern, v in penalties.items() if fnmatchcase(name, pattern)), 0.0)
+            prices[run, k] = c / images * whole[k]
         for g, (pattern, at_most) in enumerate(groups[run].items()):
             goal[run, g] = at_most
             if recipe.cost == "l0_norm":
@@ -194,13 +158,9 @@ def _refuse_unmatched(argument: str, patterns: Iterable[str], names: Sequence[st
             raise ValueError(f"`{argument}` must have patterns that match gates ({', '.join(names)}), got {pattern!r}")
 
 
-def refuse_unreachable(recipe: Recipe, gated: Gated | None) -> None:
-    """Says no, before any training, to a target that the gates cannot reach, nor `finalize` after it.
-
-    Raises:
-        ValueError: naming the least that the target can be.
-    """
-    if recipe.at_most is None or gated is None:
+def refuse_unreachable(recipe: Recipe, gated: Gated) -> None:
+    """Refuses, before any training, a target that gates or `finalize` cannot reach; says the least it can be."""
+    if recipe.at_most is None:
         return
     cost = COSTS[recipe.cost]
     Constraint(cost, recipe.at_most, on="kept" if recipe.projects else recipe.on).bind(gated)

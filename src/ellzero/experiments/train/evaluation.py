@@ -1,4 +1,4 @@
-"""What is seen of live runs: test error, costs, records, results, and batch-norm statistics gathered for it.
+"""What is seen of runs under training: test error, costs, records, results, and batch-norm statistics gathered for it.
 
 Looking changes nothing: a run that is looked at after every epoch is the run that is not.
 """
@@ -9,7 +9,7 @@ import math
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,53 +17,47 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.building import COSTS, architecture
-from ellzero.experiments.train.live import Live
 from ellzero.experiments.train.stepping.stack import Objective
+from ellzero.experiments.train.trainer import DivergedError, Trainer
+from ellzero.gated.module import Gated
 from ellzero.objectives import costs
 
 
-@final
-class DivergedError(Exception):
-    """A loss is not a number."""
-
-
 @torch.no_grad()
-def evaluate(live: Live, chunk: int | None = None) -> dict[str, Tensor]:
+def evaluate(trainer: Trainer, chunk: int | None = None) -> dict[str, Tensor]:
     """Test error in percent, expected and kept cost fractions, open gates, of every run, with the test-time gates.
 
     In full precision. Of several processes, each looks at its share of the images.
     """
-    values = live.values()
-    with _looking(live):
-        out = {"error": _error(live, values, chunk)}
-    if live.gates:
-        out["expected"], out["kept"] = live.runs.evaluate(Objective.watched, values=values).unbind(1)
-        out["open"] = live.runs.evaluate(Objective.counts, values=values)
+    values = trainer.values()
+    with _looking(trainer):
+        out = {"error": _error(trainer, values, chunk)}
+    if trainer.gates:
+        out["expected"], out["kept"] = trainer.runs.evaluate(Objective.watched, values=values).unbind(1)
+        out["open"] = trainer.runs.evaluate(Objective.counts, values=values)
     return out
 
 
 @torch.no_grad()
-def _error(live: Live, values: dict[str, Tensor], chunk: int | None = None) -> Tensor:
-    live.runs.eval()
-    chunk = chunk or live.policy.test_batch
-    wrong = torch.zeros(live.runs.size, device=live.device)
-    pairs = list(zip(live.data.test_x.split(chunk), live.data.test_y.split(chunk), strict=True))
-    for x, y in pairs[live.rank :: live.policy.ranks]:
-        logits = live.runs.evaluate(Objective.logits, live.supply.scaled(x), values=values)
+def _error(trainer: Trainer, values: dict[str, Tensor], chunk: int | None = None) -> Tensor:
+    trainer.runs.eval()
+    chunk, data = chunk or trainer.policy.test_batch, trainer.data
+    wrong = torch.zeros(trainer.runs.size, device=trainer.device)
+    pairs = list(zip(data.test_x.split(chunk), data.test_y.split(chunk), strict=True))
+    for x, y in pairs[trainer.rank :: trainer.policy.ranks]:
+        logits = trainer.runs.evaluate(Objective.logits, trainer.supply.scaled(x), values=values)
         wrong += (logits.argmax(-1) != y).sum(1)
-    return 100 * parallel.total(wrong) / len(live.data.test_y)
-
-
-# ---------------------------------------------------------------- batch norm
+    return 100 * parallel.total(wrong) / len(data.test_y)
 
 
 @contextmanager
-def _looking(live: Live) -> Iterator[None]:
+def _looking(trainer: Trainer) -> Iterator[None]:
     """Batch-norm statistics for as long as one looks, if the recipe says so: training goes on as it would have."""
-    own = [(buffer, buffer.clone()) for buffer in live.runs.template.buffers()]
-    modes = [(m, m.training) for m in (*live.runs.modules(), *live.runs.template.modules())]
+    runs = trainer.runs
+    own = [(buffer, buffer.clone()) for buffer in runs.template.buffers()]
+    modes = [(m, m.training) for m in (*runs.modules(), *runs.template.modules())]
     try:
-        recalibrate(live)
+        recalibrate(trainer)
         yield
     finally:
         for buffer, before in own:
@@ -72,123 +66,111 @@ def _looking(live: Live) -> Iterator[None]:
             module.training = mode
 
 
-def _norms(live: Live) -> list[_BatchNorm]:
-    return [m for m in live.runs.template.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+def _norms(trainer: Trainer) -> list[_BatchNorm]:
+    """The batch norms to recalibrate: none, if the recipe does not say so."""
+    modules = trainer.runs.template.modules() if trainer.recipe.recalibrate else ()
+    return [m for m in modules if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
 @torch.no_grad()
-def recalibrate(live: Live, batches: int = 200) -> None:
+def recalibrate(trainer: Trainer, batches: int = 200) -> None:
     """Gathers batch-norm statistics anew, with the parameters that count and the gates as they are at test time."""
-    norms = _norms(live)
-    if not norms or not live.recipe.recalibrate:
+    norms = _norms(trainer)
+    if not norms:
         return
-    live.runs.eval()
-    values, order = live.values(), live.supply.epoch(live.epoch)[0]
+    trainer.runs.eval()
+    values, order = trainer.values(), trainer.supply.epoch(trainer.epoch)[0]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean over all batches
         norm.train()
     for index in order[:batches]:
-        live.runs.evaluate(Objective.logits, live.supply.batch(index)[0][0], values=values)
+        trainer.runs.evaluate(Objective.logits, trainer.supply.batch(index)[0][0], values=values)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
         norm.eval()
-    parallel.from_first(list(live.runs.template.buffers()))
+    parallel.from_first(list(trainer.runs.template.buffers()))
 
 
-# ---------------------------------------------------------------- records
-
-
-def note(live: Live) -> list[dict[str, Any]]:
-    """Evaluates every run and adds a record of each to the history: these records.
-
-    Raises:
-        DivergedError: the loss of a run is not a number.
+def note(trainer: Trainer) -> list[dict[str, Any]]:
+    """Evaluates every run and adds a record of each to the history: these records. Raises a DivergedError where the
+    loss of a run is not a number.
     """
-    losses: list[Any] = [None] * live.runs.size  # after finalising there were no steps
-    if live.summed:
-        losses = (parallel.total(live.step.losses.clone()) / live.summed / live.policy.ranks).tolist()
-    for recipe, loss in zip(live.recipes, losses, strict=True):
+    losses: list[Any] = [None] * trainer.runs.size  # after finalising there were no steps
+    if trainer.summed:
+        losses = (parallel.total(trainer.step.losses.clone()) / trainer.summed / trainer.policy.ranks).tolist()
+    for recipe, loss in zip(trainer.recipes, losses, strict=True):
         if loss is not None and not math.isfinite(loss):
             raise DivergedError(
-                f"the loss of `{recipe.name}`, seed {recipe.seed}, is {loss} after epoch {live.epoch}: "
+                f"the loss of `{recipe.name}`, seed {recipe.seed}, is {loss} after epoch {trainer.epoch}: "
                 f"try a smaller `lr` or `gate_lr`"
             )
-    seen = {k: v.tolist() for k, v in evaluate(live).items()}
-    records = [_record(live, run, losses[run], {k: v[run] for k, v in seen.items()}) for run in range(live.runs.size)]
-    live.event = None
-    live.history += records
-    live.step.losses.zero_()
-    live.seconds, live.summed = 0.0, 0
+    seen = {"loss": losses, **{kind: values.tolist() for kind, values in evaluate(trainer).items()}}
+    records = [_record(trainer, run, {k: v[run] for k, v in seen.items()}) for run in range(trainer.runs.size)]
+    trainer.event = None
+    trainer.history += records
+    trainer.step.losses.zero_()
+    trainer.seconds, trainer.summed = 0.0, 0
     return records
 
 
-def _record(live: Live, run: int, loss: float | None, seen: dict[str, Any]) -> dict[str, Any]:
-    recipe = live.recipes[run]
-    record: dict[str, Any] = {
-        "epoch": live.epoch,
-        "run": recipe.name,
-        "seed": recipe.seed,
-        "seconds": live.seconds,
-        "loss": loss,
-        "error": seen["error"],
-        "tuning": live.step.fixed,
-    }
-    if live.gates:
+def _record(trainer: Trainer, run: int, seen: dict[str, Any]) -> dict[str, Any]:
+    recipe = trainer.recipes[run]
+    record: dict[str, Any] = {"epoch": trainer.epoch, "run": recipe.name, "seed": recipe.seed}
+    record |= {"seconds": trainer.seconds, "loss": seen["loss"], "error": seen["error"], "tuning": trainer.step.fixed}
+    if trainer.gates:
         record |= {kind: dict(zip(COSTS, seen[kind], strict=True)) for kind in ("expected", "kept")}
-        record["multiplier"] = live.lagrangian.multiplier[run].tolist()
-        record["open"] = dict(zip(live.gates, seen["open"], strict=True))
-        if live.runs.size == 1:  # to draw it; of a stack it would be long
-            record["prob_open"] = _packed_probabilities(live)
-    if live.event is not None:
-        record["shrunk"] = live.event
-    if live.without:
-        record["error_without"] = {step: errors[run] for step, errors in live.without.items()}
+        record["multiplier"] = trainer.lagrangian.multiplier[run].tolist()
+        record["open"] = dict(zip(trainer.gates, seen["open"], strict=True))
+        if trainer.runs.size == 1:  # to draw it; of a stack it would be long
+            record["prob_open"] = _packed_probabilities(trainer)
+    if trainer.event is not None:
+        record["shrunk"] = trainer.event
+    if trainer.without:
+        record["error_without"] = {step: errors[run] for step, errors in trainer.without.items()}
     return record
 
 
 @torch.no_grad()
-def _packed_probabilities(live: Live) -> dict[str, str]:
+def _packed_probabilities(trainer: Trainer) -> dict[str, str]:
     """P(z ≠ 0) of every gate by the name of its placement, in 255ths, as bytes in base64."""
-    flat = live.runs.evaluate(Objective.probabilities, values=live.values())[0].mul(255).round().to("cpu", torch.uint8)
-    return {name: b64encode(p.numpy().tobytes()).decode() for name, p in live.gated.by_placement(flat).items()}
+    flat = trainer.runs.evaluate(lambda run: run.gated.prob_open(), values=trainer.values())[0]
+    packed = trainer.gated.by_placement(flat.mul(255).round().to("cpu", torch.uint8))
+    return {name: b64encode(p.numpy().tobytes()).decode() for name, p in packed.items()}
 
 
-def finish(live: Live) -> None:
+def finish(trainer: Trainer) -> None:
     """The last thing before the last record: batch-norm statistics, and what they and averaging have bought."""
-    if live.average.active:
-        live.without["averaging"] = _error(live, {n: v.detach() for n, v in live.runs.values().items()}).tolist()
-    if live.recipe.recalibrate and _norms(live):
-        live.without["recalibration"] = _error(live, live.values()).tolist()
-    recalibrate(live)
+    if trainer.average.active:
+        raw = {n: v.detach() for n, v in trainer.runs.values().items()}
+        trainer.without["averaging"] = _error(trainer, raw).tolist()
+    if _norms(trainer):
+        trainer.without["recalibration"] = _error(trainer, trainer.values()).tolist()
+    recalibrate(trainer)
 
 
-def results(live: Live) -> list[dict[str, Any]]:
+def results(trainer: Trainer) -> list[dict[str, Any]]:
     """What came out of every run: recipe, errors, and the network that `compact` gives."""
     out = []
-    for run, recipe in enumerate(live.recipes):
-        mine = live.history[run :: live.runs.size]  # `note` writes one record of each run at a time
+    for run, recipe in enumerate(trainer.recipes):
+        mine = trainer.history[run :: trainer.runs.size]  # `note` writes one record of each run at a time
         # Where units are closed in the end, what was better before was another network, and too large.
         its_own = ([h for h in mine if h["tuning"]] if recipe.projects else mine) or mine
-        result: dict[str, Any] = {
-            "recipe": recipe.to_dict(),
-            "seed": recipe.seed,
-            "error_best": min(h["error"] for h in its_own),
-            "error_last": mine[-1]["error"],
-            "seconds": sum(h["seconds"] for h in mine),
-            "runs_in_stack": live.runs.size,
-        }
-        if live.gates:
+        result: dict[str, Any] = {"recipe": recipe.to_dict(), "seed": recipe.seed}
+        result |= {"error_best": min(h["error"] for h in its_own), "error_last": mine[-1]["error"]}
+        result |= {"seconds": sum(h["seconds"] for h in mine), "runs_in_stack": trainer.runs.size}
+        if trainer.gates:
             # Those that settle do so as they are: what is averaged then are weights.
             result["gates"] = "averaged" if recipe.ema is not None and not recipe.settles else "raw"
-            gated: Any = live.network(run).cpu()
-            fractions = {}
-            for name, cost in COSTS.items():
-                whole = costs.dense(cost, gated)
-                with torch.no_grad():
-                    both = cost(gated).item() / whole, cost(gated, kept=True).item() / whole
-                fractions[name] = {"dense": whole, "expected": both[0], "kept": both[1]}
-            result |= {"architecture": architecture(gated), "costs": fractions}
+            gated: Any = trainer.network(run).cpu()
+            result["architecture"] = architecture(gated)
+            result["costs"] = {name: _fractions(cost, gated) for name, cost in COSTS.items()}
         out.append(result)
     return out
+
+
+@torch.no_grad()
+def _fractions(cost: costs.Cost, gated: Gated) -> dict[str, float]:
+    dense = costs.dense(cost, gated)
+    return {"dense": dense, "expected": cost(gated).item() / dense, "kept": cost(gated, kept=True).item() / dense}

@@ -1,7 +1,7 @@
 """The one training loop: from recipes and data to trained gated networks, with their history.
 
-`train` is the loop; what one step does is in `trainer`, how files are written in `checkpoint` and `folders`. Here is
-what happens around the steps: going on from a checkpoint, saving, evaluating, and stopping when told to.
+`train` is the loop; what a step does is in `stepping.step`, how files are written in `store`. Here is what happens
+around the steps: going on from a checkpoint, saving, evaluating, and stopping when told to.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any, final
+
+from torch import Tensor
 
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train import evaluation, events, saver
 from ellzero.experiments.train import processes as parallel
+from ellzero.experiments.train.stepping.step import set_rates
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 
@@ -28,9 +32,6 @@ _ECHO_SECONDS = 5.0
 @final
 class Stopped(Exception):
     """The run was told to stop, and has been saved if it has a folder."""
-
-
-# ---------------------------------------------------------------- the loop
 
 
 def train(
@@ -63,60 +64,82 @@ def train(
     Example:
         >>> from ellzero.experiments.data import stand_in
         >>> from ellzero.experiments.papers import get
+        >>> from ellzero.experiments.train.evaluation import results
         >>> trainer = train([get("demo").override(epochs=1, finetune_epochs=0, batch=4)], stand_in("mnist5k", images=8))
-        >>> trainer.results()[0]["costs"]["macs"]["kept"] <= 0.2
+        >>> results(trainer)[0]["costs"]["macs"]["kept"] <= 0.2
         True
     """
     trainer = Trainer(recipes, dataset)
-    writes, watchers = parallel.rank() == 0, list(watchers) if parallel.rank() == 0 else []
+    writes, watchers = trainer.rank == 0, list(watchers) if trainer.rank == 0 else []
     with ExitStack() as after:
-        after.callback(trainer.part)
+        after.callback(trainer.step.part)
         if folder is not None:
             if writes:
                 after.enter_context(folder.locked())
-            trainer.resume(folder)
+            saver.resume(trainer, folder)
         interrupt = after.enter_context(_Interrupt())
         for watcher in watchers:
             after.callback(watcher.end)
-            watcher.begin(trainer.recipes, trainer.steps_done, trainer.steps_in_all)
+            watcher.begin(trainer.recipes, trainer.steps_done, trainer.policy.steps_in_all)
         saved = time.monotonic()
         while not trainer.done:
-            if trainer.gates_have_learned:
-                trainer.turn()
-            for _ in trainer.train_epoch():
+            if trainer.policy.turns(trainer.epoch, trainer.step.fixed):
+                events.turn(trainer)
+            for _ in train_epoch(trainer):
                 for watcher in watchers:
                     watcher.step(trainer.steps_done)
                 due = folder is not None and time.monotonic() - saved >= save_seconds
                 wish = parallel.strongest(2 if interrupt.asked else int(due), trainer.device)
                 if wish and folder is not None:
-                    trainer.save(folder)
+                    saver.save(trainer, folder)
                     saved = time.monotonic()
                 if wish == 2:
                     raise Stopped(f"stopped after epoch {trainer.epoch}, step {trainer.position}")
             if trainer.done:
-                trainer.finish()
+                evaluation.finish(trainer)
             last = trainer.epoch == trainer.recipe.epochs or trainer.done
             if trainer.epoch % every == 0 or last or trainer.event is not None:
-                records = trainer.note()
+                records = evaluation.note(trainer)
                 if folder is not None and writes:
                     folder.log(records)
                 for watcher in watchers:
                     watcher.note(records)
         if folder is not None:
-            trainer.save(folder)
+            saver.save(trainer, folder)
             if writes:
-                folder.finish(trainer.results())
+                folder.finish(evaluation.results(trainer))
     return trainer
 
 
-def restore(folder: Folder, dataset: Dataset) -> Trainer:
-    """The newest state in a folder, to look at or to go on from.
+def train_epoch(trainer: Trainer) -> Iterator[Tensor]:
+    """The rest of an epoch, step by step: yields the task losses (runs,) after each; nothing at the end."""
+    if trainer.done:
+        return
+    started = time.perf_counter()
+    trainer.runs.train()
+    if trainer.gates:  # in tuning the gates stay at their test-time values and only the weights move
+        trainer.runs.template.network.training = not trainer.step.fixed
+    set_rates(trainer.optimizer, *trainer.policy.rates(trainer.epoch))
+    order, noise = trainer.supply.epoch(trainer.epoch)
+    while trainer.position < trainer.policy.steps_per_epoch:
+        loss = trainer.take(order[trainer.position], noise[trainer.position])
+        trainer.summed += 1
+        trainer.position += 1
+        trainer.seconds += time.perf_counter() - started
+        yield loss
+        started = time.perf_counter()
+    trainer.epoch, trainer.position = trainer.epoch + 1, 0
+    parallel.from_first(list(trainer.runs.template.buffers()))  # batch norm saw another share in each process
+    parallel.refuse_different({**trainer.runs.values(), "multiplier": trainer.lagrangian.multiplier})
+    trainer.step.losses.tolist()  # waits for the device
+    events.after_epoch(trainer)
+    trainer.seconds += time.perf_counter() - started
 
-    Raises:
-        checkpoint.CheckpointError: there is no checkpoint that can be read.
-    """
+
+def restore(folder: Folder, dataset: Dataset) -> Trainer:
+    """The newest state in a folder, to look at. A CheckpointError says that there is none that can be read."""
     trainer = Trainer(folder.recipes, dataset)
-    if not trainer.resume(folder, cut=False):
+    if not saver.resume(trainer, folder, cut=False):
         raise checkpoint.CheckpointError(f"there is no checkpoint in {str(folder.path)!r} yet")
     return trainer
 
@@ -139,12 +162,12 @@ class _Interrupt:
         return self
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        # A launcher passes on the Ctrl-C that the terminal has sent to its processes already: that is no second one.
-        echo = parallel.launched() and time.monotonic() - self.since < _ECHO_SECONDS
-        if self.asked and not echo:
-            signal.default_int_handler(number, frame)
+        now = time.monotonic()
         if not self.asked:
-            self.asked, self.since = True, time.monotonic()
+            self.asked, self.since = True, now
+        # A launcher passes on the Ctrl-C that the terminal has sent to its processes already: that is no second one.
+        elif not parallel.launched() or now - self.since >= _ECHO_SECONDS:
+            signal.default_int_handler(number, frame)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():

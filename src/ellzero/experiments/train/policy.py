@@ -10,28 +10,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from ellzero.experiments.networks import find
 from ellzero.experiments.recipe import Recipe
 
 STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
-_ALONE = ("augment", "shrink_at", "settle_at", "channels_last")  # what runs of a stack cannot have
+ALONE = ("augment", "shrink_at", "settle_at", "channels_last")  # what runs of a stack cannot have
 _FAST_WIDTHS = 32  # of which a GPU likes multiples
 _TEST_BATCH = 1000  # images at once, on a CPU
 
 
 def refuse(recipes: Sequence[Recipe], images: int, ranks: int) -> None:
-    """Says no to recipes that cannot be trained together, on so many images, by so many processes.
-
-    Raises:
-        ValueError: it names what does not fit.
-    """
+    """Refuses recipes that cannot be trained together, on so many images, by so many processes; says why."""
     r = recipes[0]
     plain = r.to_dict()
     for other in recipes[1:]:
         differ = [k for k, v in other.to_dict().items() if v != plain[k] and k not in STACKABLE]
         if differ:
             raise ValueError(f"`recipes` of one stack must agree in {', '.join(differ)}")
-    for name in _ALONE:
+    for name in ALONE:
         if plain[name] and len(recipes) > 1:
             raise ValueError(f"`{name}` cannot be in a stack: train its seeds one after the other")
     if images < r.batch:
@@ -47,20 +42,12 @@ def refuse(recipes: Sequence[Recipe], images: int, ranks: int) -> None:
 @final
 @dataclass(frozen=True)
 class Policy:
-    """The decisions about one stack.
+    """The decisions about one stack."""
 
-    Args:
-        recipe: what its runs have in common.
-        images: to train on.
-        runs: in the stack.
-        ranks: processes that train it.
-        on_gpu: whether it trains on one.
-    """
-
-    recipe: Recipe
-    images: int
+    recipe: Recipe  # what its runs have in common
+    images: int  # to train on
     runs: int = 1
-    ranks: int = 1
+    ranks: int = 1  # processes that train it
     on_gpu: bool = False
 
     @property
@@ -84,7 +71,7 @@ class Policy:
     @property
     def test_batch(self) -> int:
         """How many test images are looked at together."""
-        return find(self.recipe.network).test_batch if self.on_gpu else _TEST_BATCH
+        return self.recipe.facts.test_batch if self.on_gpu else _TEST_BATCH
 
     def turns(self, epoch: int, fixed: bool) -> bool:
         """Whether the epochs with gates that learn are over, and something comes after them that has not begun."""
@@ -108,12 +95,12 @@ class Policy:
             return r.compile
         changes = [e for e in (*r.shrink_at, r.settle_at or 0, r.epochs) if e > epoch]
         steps = (min(changes, default=r.epochs + r.finetune_epochs) - epoch) * self.steps_per_epoch
-        takes, saves = find(r.network).compiling
+        takes, saves = r.facts.compiling
         return self.on_gpu and self.ranks == 1 and saves * steps * math.sqrt(self.runs) >= takes
 
     def worth_it(self, gain: float, epoch: int) -> bool:
         """Whether steps that are shorter by this share, at best, save more than making the step anew costs."""
-        takes, saves = find(self.recipe.network).compiling
+        takes, saves = self.recipe.facts.compiling
         left = self.steps_in_all - epoch * self.steps_per_epoch
         before = max((e for e in self.recipe.shrink_at if e < epoch), default=0)
         compiles = self.compiles(epoch)

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+# gloo raises plain errors. These are in all of them: the file that they come from, or what the system said.
+_LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 @final
@@ -47,20 +49,8 @@ def launched() -> bool:
 def group(device: torch.device, timeout: float = 600.0) -> Iterator[torch.device]:
     """Joins the processes that `torchrun` started, if it did: gloo on a CPU, nccl on GPUs, a GPU each.
 
-    Args:
-        device: the kind of device to train on.
-        timeout: seconds after which a process that waits for the others gives up.
-
-    Returns:
-        The device of this process.
-
-    Raises:
-        ProcessError: another process is gone, or `torchrun` ends this one because of it.
-
-    Example:
-        >>> with group(torch.device("cpu")) as device:
-        ...     device, rank(), ranks()
-        (device(type='cpu'), 0, 1)
+    Gives the device of this process. One that waits for the others gives up after `timeout` seconds; a ProcessError
+    says that another is gone, or that `torchrun` ends this one because of it.
     """
     if not launched():
         yield device
@@ -93,17 +83,8 @@ def lost_in_words() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not any(word in str(error) for word in _LOST):
             raise
-        raise ProcessError(
-            f"another process of this run is gone, or cannot be reached ({_first_line(error)})"
-        ) from error
-
-
-# gloo raises plain errors. These are in all of them: the file that they come from, or what the system said.
-_LOST = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+        first_line = str(error).strip().partition("\n")[0]
+        raise ProcessError(f"another process of this run is gone, or cannot be reached ({first_line})") from error
 
 
 @contextmanager
@@ -121,9 +102,6 @@ def _terminated_in_words() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-# ---------------------------------------------------------------- what all have
 
 
 def total(value: Tensor) -> Tensor:
@@ -159,13 +137,8 @@ def from_first(tensors: Sequence[Tensor]) -> None:
 
 
 def refuse_different(tensors: Mapping[str, Tensor]) -> None:
-    """Makes sure that tensors are the same in all processes, bit for bit.
-
-    Args:
-        tensors: by name.
-
-    Raises:
-        ProcessError: they are not; it is raised in every process, and names those that differ.
+    """Makes sure that tensors are the same in all processes, bit for bit; a ProcessError in each names those that
+    differ.
     """
     if ranks() == 1:
         return

@@ -1,28 +1,33 @@
-"""A stack of runs under training, epoch by epoch: the parts of this room, put together.
+"""A stack of runs as it stands: networks, objectives, optimizer, average, and how far they are.
 
-All that is random in an epoch is a function of (seed, epoch), so a run can be taken up again at any step, and does not
-depend on the others in its stack. The loop around it is in `loop`; what a step does is in `stepping.step`.
+`Trainer` is what a step moves, an event changes, an evaluation looks at, a checkpoint holds and the loop drives: each
+in its own file. What is random in an epoch is a function of (seed, epoch): a run can be taken up again at any step.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train import evaluation, events, saver
+from ellzero.experiments.train import building, policy
 from ellzero.experiments.train import processes as parallel
-from ellzero.experiments.train.evaluation import DivergedError
-from ellzero.experiments.train.live import Live
-from ellzero.experiments.train.policy import STACKABLE
-from ellzero.experiments.train.stepping.optimizer import set_rates
+from ellzero.experiments.train.stepping.batches import Supply
+from ellzero.experiments.train.stepping.stack import Objective, Runs
+from ellzero.experiments.train.stepping.step import Average, Captured, Step, make_optimizer
+from ellzero.gated.module import Gated
+from ellzero.graph.plan import Plan
+from ellzero.out import shrinking
 
-__all__ = ["STACKABLE", "DivergedError", "Trainer"]
+
+@final
+class DivergedError(Exception):
+    """A loss is not a number."""
 
 
 @final
@@ -30,15 +35,8 @@ class Trainer:
     """A stack of runs under training.
 
     Args:
-        recipes: one per run; they may differ in what `STACKABLE` names.
+        recipes: one per run; they may differ in what `policy.STACKABLE` names.
         dataset: on the device that the runs train on.
-
-    Attributes:
-        live: the runs as they stand.
-        recipes: one per run.
-        data: what they train on.
-        runs: their networks.
-        history: records of all evaluations so far.
 
     Raises:
         ValueError: the recipes differ in more than that, or do not fit the data or the number of processes; or a target
@@ -46,126 +44,90 @@ class Trainer:
     """
 
     def __init__(self, recipes: Sequence[Recipe], dataset: Dataset) -> None:
-        self.live = Live(recipes, dataset)
-        self.recipes, self.recipe, self.data = self.live.recipes, self.live.recipe, dataset
-        self.runs, self.history, self.device = self.live.runs, self.live.history, self.live.device
-
-    # ---- where it stands ---------------------------------------------------------------------------------------------
+        self.recipes, self.data = list(recipes), dataset
+        self.recipe = recipe = self.recipes[0]
+        self.device = dataset.train_x.device
+        self.rank, ranks, images = parallel.rank(), parallel.ranks(), len(dataset.train_x)
+        policy.refuse(self.recipes, images, ranks)
+        self.policy = policy.Policy(recipe, images, len(self.recipes), ranks, self.device.type == "cuda")
+        networks = [building.build(r, dataset, self.device) for r in self.recipes]
+        torch.manual_seed(int(np.random.SeedSequence([recipe.seed, self.rank]).generate_state(1)[0]))  # of dropout
+        self.gates, size = list[str](), 0  # names of those of one run, and how many they are
+        if isinstance(networks[0], Gated):
+            self.gates, size = [name for name, _ in networks[0].named_gates()], networks[0].liveness.size
+            for r in self.recipes:
+                building.refuse_unreachable(r, networks[0])
+        self.supply = Supply(self.recipes, dataset, max(1, size))
+        parts = building.parts(self.recipes, self.gates)
+        self.runs = Runs([Objective(network, parts, recipe.precision == "bfloat16") for network in networks])
+        self.runs.to(self.device)
+        if recipe.channels_last:
+            self.runs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        dense, steps = self.runs.template.dense, recipe.gate_epochs * self.policy.steps_per_epoch
+        self.lagrangian = building.lagrangian(
+            self.recipes, parts, dense, images=images, steps=steps, device=self.device
+        )
+        self.optimizer = make_optimizer(recipe, self.runs, self.device)
+        self.average = Average(self.runs.values(), recipe.ema, self.policy.average_begins)
+        self.step = Step(recipe, self.runs, self.lagrangian, self.optimizer, self.average, self.device)
+        self.epoch = self.position = 0  # epochs that are done, and steps in the present one
+        self.summed, self.seconds = 0, 0.0  # steps since the last record, and how long they took
+        self.history: list[dict[str, Any]] = []  # records of all evaluations
+        self.closed_for = np.zeros(size, dtype=np.int64)  # checks in a row
+        self.event: dict[str, Any] | None = None  # what shrinking or settling did, until it is in the history
+        self.without: dict[str, list[float]] = {}  # last errors: no averaging nor recalibration, and no recalibration
+        self.prepare()
 
     @property
-    def epoch(self) -> int:
-        """Epochs that are done."""
-        return self.live.epoch
-
-    @property
-    def position(self) -> int:
-        """Steps that are done in the present epoch."""
-        return self.live.position
+    def gated(self) -> Gated:
+        """The network of a single run, of which it is known that it has gates."""
+        return self.runs.template.gated
 
     @property
     def steps_done(self) -> int:
         """Steps of every run so far."""
-        return self.live.steps_done
-
-    @property
-    def steps_in_all(self) -> int:
-        """Steps of every run to its end."""
-        return self.live.policy.steps_in_all
-
-    @property
-    def gates_have_learned(self) -> bool:
-        """Whether it is time to `turn`: the epochs with gates that learn are over, and something comes after them."""
-        return self.live.policy.turns(self.live.epoch, self.live.step.fixed)
+        return self.epoch * self.policy.steps_per_epoch + self.position
 
     @property
     def done(self) -> bool:
         """Whether the runs are at their end."""
-        return self.live.policy.done(self.live.epoch, self.live.step.fixed)
+        return self.policy.done(self.epoch, self.step.fixed)
 
-    @property
-    def event(self) -> dict[str, Any] | None:
-        """What shrinking or settling did, until it is in the history."""
-        return self.live.event
-
-    # ---- one epoch ---------------------------------------------------------------------------------------------------
-
-    def train_epoch(self) -> Iterator[Tensor]:
-        """The rest of an epoch, step by step: yields the task losses (runs,) after each; nothing at the end."""
-        if self.done:
-            return
-        live, started = self.live, time.perf_counter()
-        live.runs.train()
-        if live.gates:  # in tuning the gates stay at their test-time values and only the weights move
-            live.runs.template.network.training = not live.step.fixed
-        set_rates(live.optimizer, *live.policy.rates(live.epoch))
-        order, noise = live.supply.epoch(live.epoch)
-        while live.position < live.policy.steps_per_epoch:
-            loss = live.take(order[live.position], noise[live.position])
-            live.ascents += 1
-            live.summed += 1
-            live.position += 1
-            live.seconds, started = live.seconds + time.perf_counter() - started, time.perf_counter()
-            yield loss
-            started = time.perf_counter()
-        live.epoch, live.position = live.epoch + 1, 0
-        parallel.from_first(list(live.runs.template.buffers()))  # batch norm saw another share in each process
-        parallel.refuse_different({**live.runs.values(), "multiplier": live.lagrangian.multiplier})
-        live.step.losses.tolist()  # waits for the device
-        events.after_epoch(live)
-        live.seconds += time.perf_counter() - started
-
-    def turn(self) -> None:
-        """Ends the epochs with gates that learn, as the recipe says."""
-        events.turn(self.live)
-
-    def part(self) -> None:
-        """Lets go of the other processes, if there are any: it can be looked at, and can take no further step."""
-        self.live.step.part()
-
-    # ---- looking at it -----------------------------------------------------------------------------------------------
-
-    def evaluate(self) -> dict[str, Tensor]:
-        """Test error in percent, expected and kept cost fractions, open gates, of every run."""
-        return evaluation.evaluate(self.live)
-
-    def recalibrate(self) -> None:
-        """Gathers batch-norm statistics anew, if the recipe says so."""
-        evaluation.recalibrate(self.live)
-
-    def note(self) -> list[dict[str, Any]]:
-        """Evaluates every run and adds a record of each to the history: these records.
-
-        Raises:
-            DivergedError: the loss of a run is not a number.
-        """
-        return evaluation.note(self.live)
-
-    def finish(self) -> None:
-        """The last thing before the last record: batch-norm statistics, and what they and averaging have bought."""
-        evaluation.finish(self.live)
-
-    def results(self) -> list[dict[str, Any]]:
-        """What came out of every run: recipe, errors, and the network that `compact` gives."""
-        return evaluation.results(self.live)
+    def values(self) -> dict[str, Tensor]:
+        """The parameters that count: averaged (and bias-corrected) if the recipe says so, else raw."""
+        return self.average.counting(self.runs.values(), self.step.clock)
 
     def network(self, run: int) -> nn.Module:
-        """One run's network with the parameters that count, in evaluation: a `Gated`, or the dense network."""
-        return self.live.network(run)
+        """One run's network with the parameters that count, in evaluation: a `Gated`, or the dense network.
 
-    # ---- to disk and back --------------------------------------------------------------------------------------------
+        What shrinking took out is back in it, as zeros behind closed gates, so that it is the network of the recipe.
+        """
+        network = self.runs.network(run, self.values())
+        return (network.expanded() if isinstance(network, Gated) and network.taken is not None else network).eval()
 
-    def state(self) -> dict[str, Any]:
-        """All that the rest of the runs depends on, as tensors and plain data."""
-        return saver.state(self.live)
+    def prepare(self) -> None:
+        """Makes the step anew: as it is, then captured; compiled where that pays."""
+        self.step.prepare(compile=self.policy.compiles(self.epoch), ranks=self.policy.ranks)
+        self.take: Callable[[Tensor, Tensor], Tensor] = self._take
+        if self.policy.on_gpu and self.policy.ranks == 1:
+            self.take = Captured(self._take)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up a state; the history is the caller's to bring."""
-        saver.load(self.live, state)
+    def _take(self, index: Tensor, noise: Tensor) -> Tensor:
+        return self.step(*self.supply.batch(index), noise, first=self.steps_done == 0)
 
-    def save(self, folder: Folder) -> None:
-        """Writes a checkpoint; of several processes, the first does."""
-        saver.save(self.live, folder)
+    def fix(self) -> None:
+        """From here on the gates are fixed, and only the weights move."""
+        self.step.fixed = True
+        for name, value in self.runs.values().items():
+            if self.gates and name.startswith("network.gates."):
+                value.requires_grad_(False)
+                value.grad = None  # the optimizer passes over it
+        for group in self.optimizer.param_groups:
+            if group["by_eq_17"]:  # with gates that are open or closed, and no more than that
+                group["weight_decay"] = self.recipe.l2 * self.recipe.l2_gated_factor
+        self.prepare()
 
-    def resume(self, folder: Folder, *, cut: bool = True) -> bool:
-        """Takes up the newest checkpoint of a folder, if there is one; says whether there was."""
-        return saver.resume(self.live, folder, cut=cut)
+    def take_out(self, plan: Plan) -> None:
+        """Takes units out for good: of the network, of what the optimizer remembers and of the average."""
+        correction = self.average.correction(self.step.clock)
+        shrinking.carry_out(self.runs.template, self.gated, plan, self.optimizer, self.average.tensors, correction)

@@ -25,29 +25,15 @@ class AbstractWatcher(ABC):
 
     @abstractmethod
     def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
-        """Before the first step.
-
-        Args:
-            recipes: one for each run; more than one for a stack.
-            done: steps that were done before, by a run that is resumed.
-            total: steps in all, those included.
-        """
+        """Before the first step, with a recipe for each run, the steps that a resumed run has done, and all steps."""
 
     @abstractmethod
     def step(self, done: int) -> None:
-        """After each step. It must be cheap, and may not wait for a device.
-
-        Args:
-            done: steps that are done.
-        """
+        """After each step, with how many are done. It must be cheap, and may not wait for a device."""
 
     @abstractmethod
     def note(self, records: list[dict[str, Any]]) -> None:
-        """After each evaluation.
-
-        Args:
-            records: one for each run.
-        """
+        """After each evaluation, with a record of each run."""
 
     @abstractmethod
     def end(self) -> None:
@@ -58,21 +44,10 @@ class AbstractWatcher(ABC):
 class Bar(AbstractWatcher):
     """A progress bar with epoch, error, kept density, kept MACs, multiplier and time left; of a stack, their means.
 
-    Where nobody looks (a file, a pipe) it is a plain line now and then, and one at the end.
+    Where nobody looks (a file, a pipe) it is a plain line now and then, and one at the end; at least `seconds` lie
+    between two. It goes to standard error, if no `console` is given.
 
-    Args:
-        console: where to; standard error if absent.
-        seconds: between two plain lines, at least.
-        clock: seconds since some moment.
-
-    Example:
-        >>> from ellzero.experiments.papers import get
-        >>> bar = Bar(Console(width=100), clock=iter([0.0, 9.0, 10.0]).__next__)
-        >>> bar.begin([get("demo").override(epochs=30, finetune_epochs=5)], done=0, total=1400)
-        >>> bar.step(40)
-        >>> bar.note([{"epoch": 1, "error": 12.5, "kept": {"l0_norm": 0.5, "macs": 0.25}, "multiplier": [0.125]}])
         demo, seed 0: epoch 1/35, 5:40 left, error 12.50 %, density 50.0 %, MACs 25.0 %, multiplier 0.125
-        >>> bar.end()
     """
 
     def __init__(
@@ -131,30 +106,23 @@ class Bar(AbstractWatcher):
 
     def _text(self, now: float | None = None) -> str:
         epoch = max(1, -(-self._done * self._epochs // self._total))  # the one that the last step was in
-        parts = [f"epoch {epoch}/{self._epochs}"]
         since = 0.0 if now is None else now - self._started
-        if self._done > self._first and self._done < self._total:
-            left = since / (self._done - self._first) * (self._total - self._done)
-            parts.append(f"{_clock_time(left)} left")
-        elif self._done >= self._total:
-            parts.append(f"{_clock_time(since)} taken")
-        if self._numbers:
-            parts.append(self._numbers)  # last, because a narrow terminal cuts there
-        return ", ".join(parts)
+        took = ""
+        if self._done >= self._total:
+            took = f"{_clock_time(since)} taken"
+        elif self._done > self._first:
+            took = f"{_clock_time(since / (self._done - self._first) * (self._total - self._done))} left"
+        # The numbers come last, because a narrow terminal cuts there.
+        return ", ".join(filter(None, (f"epoch {epoch}/{self._epochs}", took, self._numbers)))
 
     def _summary(self, records: Sequence[Mapping[str, Any]]) -> str:
         mean = "" if len(records) == 1 else "mean "
         parts = [f"{mean}error {statistics.fmean(r['error'] for r in records):.2f} %"]
-        gated = [r for r in records if "kept" in r]
-        for name, cost in (("density", "l0_norm"), ("MACs", "macs")):
-            if gated:
-                parts.append(f"{name} {100 * statistics.fmean(r['kept'][cost] for r in gated):.1f} %")
-        multipliers = [
-            m
-            for r, recipe in zip(records, self._recipes, strict=False)
-            if recipe.at_most is not None
-            for m in r.get("multiplier", [])
-        ]
+        kept = [r["kept"] for r in records if "kept" in r]
+        for name, cost in (("density", "l0_norm"), ("MACs", "macs")) if kept else ():
+            parts.append(f"{name} {100 * statistics.fmean(k[cost] for k in kept):.1f} %")
+        bounded = [r for r, recipe in zip(records, self._recipes, strict=False) if recipe.at_most is not None]
+        multipliers = [m for r in bounded for m in r.get("multiplier", [])]
         if multipliers:
             low, high = min(multipliers), max(multipliers)
             parts.append(f"multiplier {low:.3g}" if low == high else f"multipliers {low:.3g} to {high:.3g}")
@@ -165,10 +133,9 @@ def _shrunk(record: Mapping[str, Any]) -> str:
     """What an event did to the network that is trained."""
     event = record["shrunk"]
     before, after = (f"{100 * event['macs'][when]:.1f} %" for when in ("before", "after"))
-    what = f"shrunk from {before} to {after} of the dense MACs"
-    if event["skipped"]:
-        what = f"not {what}: too little to gain"
-    return f"after epoch {record['epoch']}, {'settled and ' if event.get('settled') else ''}{what}"
+    first = "not " if event["skipped"] else "settled and " if event.get("settled") else ""
+    why = ": too little to gain" if event["skipped"] else ""
+    return f"after epoch {record['epoch']}, {first}shrunk from {before} to {after} of the dense MACs{why}"
 
 
 def _clock_time(seconds: float) -> str:
@@ -182,12 +149,7 @@ class TensorBoard(AbstractWatcher):
     """Event files for TensorBoard: a scalar for each number of a record, the epoch being the step.
 
     A stack gets a folder for each run. After a resume, what was written beyond the checkpoint is no longer shown.
-
-    Args:
-        folder: where the event files go.
-
-    Raises:
-        ImportError: `tensorboard` is not installed.
+    An ImportError says that `tensorboard` is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -202,11 +164,11 @@ class TensorBoard(AbstractWatcher):
 
     def begin(self, recipes: Sequence[Recipe], done: int, total: int) -> None:
         epochs = recipes[0].epochs + recipes[0].finetune_epochs
-        next_epoch = done * epochs // total + 1
+        next_epoch = done * epochs // total + 1 if done else None
         homes = [self._folder]
         if len(recipes) > 1:
             homes = [self._folder / f"{number}-{r.name}-seed{r.seed}" for number, r in enumerate(recipes)]
-        self._writers = [self._make(str(home), purge_step=next_epoch if done else None) for home in homes]
+        self._writers = [self._make(str(home), purge_step=next_epoch) for home in homes]
 
     def step(self, done: int) -> None:
         pass
@@ -230,6 +192,3 @@ def _numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
             yield from _numbers(item, f"{path}/{key}" if path else str(key))
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield path, float(value)
-
-
-__all__ = ["AbstractWatcher", "Bar", "TensorBoard"]

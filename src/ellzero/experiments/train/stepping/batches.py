@@ -1,7 +1,7 @@
 """What the steps of an epoch are given: images, labels and the gates' noise, made where the data set is.
 
-All of it is a function of (seed, epoch), run by run, so that a run can be taken up again at any step and does not
-depend on the others in its stack. Of several processes, each has its share of every batch, and noise of its own.
+All of it is a function of (seed, epoch), run by run. Of several processes, each has its share of every batch, and noise
+of its own. This file knows recipes and data; it does not know networks.
 """
 
 from __future__ import annotations
@@ -20,24 +20,10 @@ from ellzero.experiments.train import processes as parallel
 
 @final
 class Supply:
-    """Batches and noise of a stack of runs.
-
-    Args:
-        recipes: one per run; they agree in all but seed and objective.
-        dataset: on the device of the runs.
-        gates: of one run.
-
-    Example:
-        >>> from ellzero.experiments.data import stand_in
-        >>> from ellzero.experiments.papers import get
-        >>> supply = Supply([get("demo").override(batch=4)], stand_in("mnist5k", images=8), gates=3)
-        >>> order, noise = supply.epoch(0)
-        >>> order.shape, noise.shape, supply.batch(order[0])[0].shape
-        (torch.Size([2, 1, 4]), torch.Size([2, 1, 1, 3]), torch.Size([1, 4, 1, 28, 28]))
-    """
+    """Batches and noise of a stack of runs, which agree in all but seed and objective."""
 
     def __init__(self, recipes: Sequence[Recipe], dataset: Dataset, gates: int) -> None:
-        self.recipes, self.data, self.gates = recipes, dataset, gates
+        self.recipes, self.data, self.gates = recipes, dataset, gates  # gates of one run
         self.recipe = recipes[0]
         # Scaled once and for all, or bytes that every epoch crops and flips anew.
         self._images = dataset.train_x.clone() if self.recipe.augment else self._scaled(dataset.train_x)
@@ -74,6 +60,5 @@ class Supply:
         return x.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else x
 
     def _scaled(self, images: Tensor) -> Tensor:
-        if self.recipe.scaling == "unit":
-            return scaled(images)
-        return scaled(images, self.data.mean, self.data.std)
+        standard = () if self.recipe.scaling == "unit" else (self.data.mean, self.data.std)
+        return scaled(images, *standard)

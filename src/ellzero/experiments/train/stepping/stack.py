@@ -1,9 +1,7 @@
 """Several training runs of one network as one module: the same step for one run and for forty.
 
-A small network leaves a GPU idle. Runs that differ in seed, λ, ε and the mask of their constraints share every
-operation: each parameter gets a leading dimension, one slice per run, and `torch.func.vmap` runs the gated network
-over the slices. Runs never mix, so a run in a stack is the run alone, to rounding. This file knows what one step
-computes; it does not know data, optimizers' settings or epochs.
+A small network leaves a GPU idle. Each parameter gets a leading dimension, one slice per run, and `torch.func.vmap`
+runs the network over the slices: runs never mix. This file knows neither data nor optimizers nor epochs.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from torch.func import functional_call, vmap
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs
 
+Part = tuple[costs.Cost, str | None]  # a cost, and the pattern of what it is asked of
 WATCHED = (costs.l0_norm, costs.params, costs.macs)
 
 
@@ -34,48 +33,36 @@ NORMS = (costs.l2_norm, l2_of_weights)  # have no dense value to be a fraction o
 
 
 class Objective(nn.Module):
-    """One run's forward as a module, so that its weights *and* its gates are parameters of one call.
+    """One run's network as a module whose weights *and* gates are parameters of one call.
 
-    Returns the task loss of a batch, and the cost vector: the parts, all as fractions of the dense cost of that part
-    (norms as they are), expected; and the same as kept now.
-
-    Args:
-        gated: the network with its gates, or None for a dense one.
-        model: the network without.
-        parts: costs, each with the pattern of what it is asked of.
-        autocast: whether the network runs in bfloat16 where that is safe, in training; loss and costs do not.
+    Costs are fractions of those of the dense network, one for each part; norms are as they are.
     """
 
-    def __init__(
-        self,
-        gated: Gated | None,
-        model: nn.Module,
-        parts: Sequence[tuple[costs.Cost, str | None]],
-        autocast: bool = False,
-    ) -> None:
+    def __init__(self, network: nn.Module, parts: Sequence[Part], autocast: bool = False) -> None:
         super().__init__()
-        self.network = model if gated is None else gated
-        self.has_gates = gated is not None
-        self.autocast = autocast
-        self.parts = tuple(parts)
-        self.dense = []
-        if gated is not None:
-            self.dense = [1.0 if c in NORMS else costs.dense(costs.only(c, only), gated) for c, only in parts]
-        self.whole = [costs.dense(c, gated) for c in WATCHED] if gated is not None else []
+        self.network, self.parts = network, tuple(parts)
+        self.autocast = autocast  # the network in bfloat16 where that is safe, in training; not loss and costs
+        self.has_gates = isinstance(network, Gated)
+        self.dense = [1.0 if c in NORMS else costs.dense(costs.only(c, only), self.gated) for c, only in parts]
+        self.whole = [costs.dense(c, self.gated) for c in WATCHED] if self.has_gates else []
 
     @property
     def gated(self) -> Gated:
         """The network, of which it is known that it has gates."""
         return cast(Gated, self.network)
 
-    def forward(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Tensor, function: Callable[..., Any] | None = None) -> Any:
+        """The `loss` of a batch, or what another function of the objective says."""
+        return (function or Objective.loss)(self, *args)
+
+    def loss(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The task loss of a batch, and the costs."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             logits = self.network(x, gate_noise=noise) if self.has_gates else self.network(x)
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), self.costs()
 
     def logits(self, x: Tensor) -> Tensor:
-        out: Tensor = self.network(x)
-        return out
+        return cast(Tensor, self.network(x))
 
     def costs(self) -> Tensor:
         """The fractions of the dense cost, one per part, in expectation."""
@@ -88,14 +75,6 @@ class Objective(nn.Module):
         """The same with the test-time gates. The formula of the expectation at 0 and 1: exact but for padded groups."""
         with self._as_kept():
             return self.costs()
-
-    def opens(self) -> Tensor:
-        """Which gates are open at test time, one placement after the other."""
-        return self.gated.opens()
-
-    def probabilities(self) -> Tensor:
-        """P(z ≠ 0) of all gates, one placement after the other."""
-        return self.gated.prob_open()
 
     def counts(self) -> Tensor:
         """How many gates of each placement are open at test time."""
@@ -138,28 +117,12 @@ def _as_product(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None)
     return out.view(*out.shape[:2], height, width)
 
 
-class _Evaluation(nn.Module):
-    """Calls a function of an `Objective` under `functional_call`."""
-
-    def __init__(self, objective: Objective, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.objective, self.function = objective, function
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.function(self.objective, *args)
-
-
 class Runs(nn.Module):
-    """One run, or a stack of them.
-
-    Args:
-        objectives: one per run, of equal architecture.
-    """
+    """One run, or a stack of runs of equal architecture."""
 
     def __init__(self, objectives: Sequence[Objective]) -> None:
         super().__init__()
-        self.size = len(objectives)
-        first = objectives[0]
+        self.size, first = len(objectives), objectives[0]
         if self.size > 1 and any(True for _ in first.buffers()):
             raise ValueError(
                 "a network with buffers (batch norm) cannot be stacked: train its seeds one after the other"
@@ -171,9 +134,8 @@ class Runs(nn.Module):
         if self.size > 1:
             members = [dict(o.named_parameters()) for o in objectives]
             for name in self.keys:
-                self.register_parameter(
-                    name.replace(".", "|"), nn.Parameter(torch.stack([m[name].detach() for m in members]))
-                )
+                stacked = nn.Parameter(torch.stack([m[name].detach() for m in members]))
+                self.register_parameter(name.replace(".", "|"), stacked)
             for module in first.modules():
                 if isinstance(module, nn.Conv2d) and _reads_one_map(module):
                     module._conv_forward = partial(_as_product, module)  # type: ignore[method-assign]
@@ -183,9 +145,7 @@ class Runs(nn.Module):
         return self._template[0]
 
     def values(self) -> dict[str, Tensor]:
-        """All parameters by the name they have in one run, with the leading dimension of the stack (if there is
-        one).
-        """
+        """All parameters by the name they have in one run, with the leading dimension of the stack (if it is one)."""
         if self.alone is not None:
             return dict(self.alone.named_parameters())
         return {name: self.get_parameter(name.replace(".", "|")) for name in self.keys}
@@ -195,24 +155,20 @@ class Runs(nn.Module):
         if self.alone is not None:
             loss, cost = self.alone(x[0], y[0], noise[0])
             return loss[None], cost[None]
-        out: tuple[Tensor, Tensor] = vmap(self._one, randomness="different")(self.values(), x, y, noise)
-        return out
-
-    def _one(self, values: dict[str, Tensor], *args: Tensor) -> Any:
-        return functional_call(self.template, values, args)
+        one = partial(self._one, Objective.loss)
+        return cast(tuple[Tensor, Tensor], vmap(one, randomness="different")(self.values(), x, y, noise))
 
     def evaluate(
         self, function: Callable[..., Tensor], *args: Tensor, values: dict[str, Tensor] | None = None
     ) -> Tensor:
         """A function of every run's objective (`Objective.logits` of the same images, `Objective.kept`), stacked."""
-        call = _Evaluation(self.template, function)
-        values = {f"objective.{n}": v for n, v in (self.values() if values is None else values).items()}
+        one, values = partial(self._one, function), self.values() if values is None else values
         if self.size == 1:
-            alone: Tensor = functional_call(call, values, args)
-            return alone[None]
-        one: Callable[..., Tensor] = lambda v, *a: functional_call(call, v, a)  # noqa: E731
-        out: Tensor = vmap(one, in_dims=(0, *[None] * len(args)))(values, *args)
-        return out
+            return cast(Tensor, one(values, *args)[None])
+        return cast(Tensor, vmap(one, in_dims=(0, *[None] * len(args)))(values, *args))
+
+    def _one(self, function: Callable[..., Any], values: dict[str, Tensor], *args: Tensor) -> Any:
+        return functional_call(self.template, values, args, {"function": function})
 
     def network(self, run: int, values: dict[str, Tensor] | None = None) -> nn.Module:
         """A copy of one run's network (a `Gated`, unless dense) with its parameters."""

@@ -1,13 +1,14 @@
-"""One step of every run: draw, run, add the objective, backward, descend, ascend.
+"""One step of every run: draw, run, add the objective, backward, descend, ascend, average; on a GPU made faster.
 
-This is the loop of the README, for a stack. It knows batches and noise as tensors; it does not know epochs, files or
-what makes a step faster beyond compiling its parts.
+This is the loop of the README, for a stack. It knows batches and noise as tensors; it does not know epochs or files.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any, final
 
 import torch
@@ -15,34 +16,89 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.train.stepping.averaging import Average
-from ellzero.experiments.train.stepping.speed import compiled
 from ellzero.experiments.train.stepping.stack import Objective, Runs
 from ellzero.objectives.extragradient import looking_ahead
 from ellzero.objectives.lagrangian import Lagrangian
 
+_WARM = 3  # steps as they are before one is captured: until then kernels are chosen and memory is found
+
+
+@final
+class Average:
+    """a ← d·a + (1 − d)·v from a = 0, to be divided by 1 − d^t after t updates (Louizos et al., their code).
+
+    There is none without a decay. One that begins at a later step is made active by who knows that it is time.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], decay: float | None, begins: int = 0) -> None:
+        self.decay, self.begins = decay or 0.0, begins
+        self.tensors = {n: torch.zeros_like(v) for n, v in values.items()} if decay else {}
+        self.active = bool(self.tensors) and begins == 0
+
+    @torch.no_grad()
+    def update(self, values: Mapping[str, Tensor]) -> None:
+        """Takes in the values after a step, if it is active."""
+        if self.active:
+            torch._foreach_lerp_(list(self.tensors.values()), [v.detach() for v in values.values()], 1 - self.decay)
+
+    def correction(self, clock: Tensor) -> float:
+        """What it is to be divided by after so many steps."""
+        return float(1 - self.decay ** max(0.0, float(clock) - self.begins))
+
+    def counting(self, values: Mapping[str, Tensor], clock: Tensor) -> dict[str, Tensor]:
+        """The values that count: the average, corrected, where there is one by now; else the values themselves."""
+        correction = self.correction(clock)
+        if not self.active or correction == 0:
+            return {n: v.detach() for n, v in values.items()}
+        return {n: v / correction for n, v in self.tensors.items()}
+
+
+def make_optimizer(recipe: Recipe, runs: Runs, device: torch.device) -> torch.optim.Optimizer:
+    """Weights, and gates with a learning rate of their own. Where eq. 17 acts on weights, no other decay does."""
+    r, on_gpu, template = recipe, device.type == "cuda", runs.template
+    acts = r.l2 > 0  # eq. 17, on gates and on the weights that they count
+    rules: list[dict[str, Any]] = [
+        {"name": "weights", "params": list(template.parameters()), "lr": r.lr, "weight_decay": r.l2}
+    ]
+    if template.has_gates:
+        counted = 0.0 if acts else None
+        rules = template.gated.param_groups(
+            lr=r.lr, gate_lr=r.gate_lr, weight_decay=r.l2, gate_weight_decay=0.0, counted_weight_decay=counted
+        )
+    rule_of = {id(p): rule for rule in rules for p in rule["params"]}
+    values = runs.values()
+    # Parameters that are treated alike form one group: each costs a step two launches, and small ones take no less.
+    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
+    for name, own in template.named_parameters():
+        rule = rule_of[id(own)]
+        rate, decay = rule["lr"], rule["weight_decay"]
+        decays = rule["name"] != "gates" or r.decay_gates or not r.milestones
+        by_eq_17 = acts and rule["name"] != "weights"
+        new = {"rate": rate, "decays": decays, "by_eq_17": by_eq_17, "params": [], "weight_decay": decay}
+        new["lr"] = torch.tensor(rate, device=device) if on_gpu else rate  # a captured step reads it each time
+        groups.setdefault((rate, decays, by_eq_17), new)["params"].append(values[name])
+    if r.optimizer == "adam":
+        return torch.optim.Adam(list(groups.values()), capturable=on_gpu, fused=on_gpu)
+    return torch.optim.SGD(list(groups.values()), momentum=r.momentum, nesterov=r.nesterov, fused=on_gpu)
+
+
+def set_rates(optimizer: torch.optim.Optimizer, decayed: float, left: float) -> None:
+    """Sets the learning rates: `left` of those that were given, and of the groups that decay `decayed` of that."""
+    for group in optimizer.param_groups:
+        rate = group["rate"] * left * (decayed if group["decays"] else 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
 
 @final
 class Step:
-    """One step of a stack of runs.
-
-    Args:
-        recipe: what the runs have in common.
-        runs: their networks.
-        lagrangian: their objectives.
-        optimizer: of the parameters of `runs`.
-        average: of them; takes in every step.
-        device: where the runs are.
-
-    Attributes:
-        clock: steps done, for the target and the average's correction.
-        losses: task losses, summed since somebody set them to zero.
-        fixed: whether the gates are fixed, and only weights move.
-    """
+    """One step of a stack of runs."""
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: Recipe,  # what the runs have in common
         runs: Runs,
         lagrangian: Lagrangian,
         optimizer: torch.optim.Optimizer,
@@ -51,9 +107,9 @@ class Step:
     ) -> None:
         self.recipe, self.runs, self.lagrangian = recipe, runs, lagrangian
         self.optimizer, self.average = optimizer, average
-        self.clock = torch.zeros((), device=device)
-        self.losses = torch.zeros(runs.size, device=device)
-        self.fixed = False
+        self.clock = torch.zeros((), device=device)  # steps done, for the target and the average's correction
+        self.losses = torch.zeros(runs.size, device=device)  # of the task, summed since somebody set them to zero
+        self.fixed = False  # whether the gates are, and only weights move
 
     def prepare(self, *, compile: bool, ranks: int) -> None:
         """Makes the parts of the step anew, after the network or what it does has changed."""
@@ -72,7 +128,7 @@ class Step:
                 self._forward = DistributedDataParallel(self.runs, broadcast_buffers=False)
 
     def part(self) -> None:
-        """Lets go of the other processes: there is no further step.
+        """Lets go of the other processes: the runs can be looked at, and take no further step.
 
         Torch may hang where what ties it to them outlives the process group, as in the traceback of an error.
         """
@@ -120,3 +176,74 @@ class Step:
         if seen is not None:
             with torch.no_grad():
                 (self.lagrangian.ascend if first else self._ascend)(seen, self.clock, first)
+
+
+# ---------------------------------------------------------------- faster on a GPU
+
+
+def compiled(method: Any) -> Any:
+    """A method compiled by itself: torch gives up on a piece of code that was compiled eight times for others."""
+    function = method.__func__
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    run = torch.compile(MethodType(own, method.__self__), dynamic=False)
+
+    def quiet(*args: Any) -> Any:
+        with meant_in_float32():
+            return run(*args)
+
+    return quiet
+
+
+@contextmanager
+def meant_in_float32() -> Iterator[None]:
+    """Silences torch's advice to round products of matrices to TensorFloat32, which it gives while it compiles.
+
+    A recipe in float32 means float32: its numbers are those of a CPU to rounding. Who wants speed takes bfloat16.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication", UserWarning)
+        yield
+
+
+@contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Lets cuDNN try which algorithm is fastest, in the few steps before one is captured."""
+    flags = torch.backends.cudnn
+    before, flags.benchmark = flags.benchmark, True
+    try:
+        yield
+    finally:
+        flags.benchmark = before
+
+
+@final
+class Captured:
+    """A step on a GPU: a few times as it is, then captured as a CUDA graph and replayed, all its kernels at one launch.
+
+    It takes tensors of the same shapes each time and returns one, which the next call overwrites.
+    """
+
+    def __init__(self, step: Callable[..., Tensor]) -> None:
+        self.step, self.warm = step, 0
+        self.captured: tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor] | None = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if self.warm < _WARM:
+            self.warm += 1
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side), _fastest_convolutions():
+                out = self.step(*inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            return out
+        if self.captured is None:
+            static = [t.clone() for t in inputs]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph), _fastest_convolutions():
+                out = self.step(*static)
+            self.captured = graph, static, out
+        graph, static, out = self.captured
+        for own, new in zip(static, inputs, strict=True):
+            own.copy_(new)
+        graph.replay()
+        return out
