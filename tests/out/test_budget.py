@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,11 +63,17 @@ def driven(make: Maker = ADAM, steps: int = 40, **options: Any) -> tuple[l0.Gate
     return gated, budget, optimizer
 
 
-def train(gated: l0.Gated, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(
+    gated: l0.Gated,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    batch: slice = slice(None),
+) -> None:
     for step in steps:
         torch.manual_seed(step)  # the same noise, whoever draws it
         optimizer.zero_grad()
-        F.cross_entropy(gated(X), Y).backward()
+        F.cross_entropy((gated if forward is None else forward)(X[batch]), Y[batch]).backward()
         optimizer.step()
 
 
@@ -225,8 +232,40 @@ def test_units_leave_the_live_network_and_the_result_is_the_same() -> None:
         torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_a_compiled_network_shrinks_too() -> None:
+    networks = []
+    for compiled in (False, True):
+        gated, budget, optimizer = driven(SGD)
+        forward = torch.compile(gated, backend="eager", fullgraph=True) if compiled else gated
+        train(gated, optimizer, range(24), forward)
+        assert budget.masked is None
+        networks.append(budget.finish())
+    for p, q in zip(*(network.parameters() for network in networks), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def ddp_worker(rank: int, home: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{home}/meeting", rank=rank, world_size=2)
+    gated, budget, optimizer = driven(SGD)
+    wrapped = nn.parallel.DistributedDataParallel(gated)
+    train(gated, optimizer, range(24), wrapped, slice(32 * rank, 32 * rank + 32))
+    torch.save((str(budget), budget.finish().state_dict()), f"{home}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_keep_masks_and_stay_together(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(ddp_worker, (str(tmp_path),), nprocs=2)
+    (told, one), (_, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert "masks until the end: several processes hold on to the parameters" in told
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    sizes = [one[f"{layer}.weight"].shape for layer in (0, 2, 4)]
+    assert sum(rows * columns for rows, columns in sizes) <= 0.4 * macs_of(mlp(), X[:1])
+
+
 @pytest.mark.parametrize("stop", [12, 31], ids=["learning", "tuning"])
-def test_a_stopped_loop_goes_on_bit_for_bit(stop: int, tmp_path: Any) -> None:
+def test_a_stopped_loop_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
     gated, budget, optimizer = driven(SGD, ema=0.9)
     train(gated, optimizer, range(stop))
     torch.save([budget.state_dict(), gated.state_dict(), optimizer.state_dict()], tmp_path / "stopped.pt")
