@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-# Test processes (JOBS=0: in one). Each begins with its half of the tests in their order, and takes over from the other
+# Test processes (JOBS=0: in one). Each begins with its half of the tests, slow files first, and takes over from the other
 # when it is done: a file's tests share what is dear to make, such as a browser, and no core waits for the longest file.
 # One thread in each: the networks in the tests are small, and the sums come out alike on every machine.
 JOBS   ?= 2
@@ -12,7 +12,7 @@ PYTEST  = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint browser format docs bench clean distclean
+.PHONY: help demo test lint ruff browser format docs bench clean distclean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -21,13 +21,15 @@ demo: $(VENV)/.installed-page  ## train LeNet-5 at 20 % of its MACs, compact it,
 	@rm -rf runs/demo
 	$(BIN)/python -m ellzero train demo --out runs/demo
 
-test: lint  ## run the linter, the type checker, and all tests and doctests (JOBS=0: in one process)
+test: ruff  ## run the linter, and all tests and doctests, of which the type checker is one (JOBS=0: in one process)
 	@$(PYTEST)
 
-lint: $(VENV)/.installed-test  ## run the linter and the type checker only
+lint: ruff  ## run the linter and the type checker only
+	$(BIN)/mypy
+
+ruff: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 browser:  ## install Debian's chromium, if there is no browser, for the tests of the pages (else they are skipped)
 	@for name in "$$ELLZERO_BROWSER" chromium chromium-browser google-chrome google-chrome-stable chrome; do \

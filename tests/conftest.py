@@ -1,5 +1,6 @@
 """What all tests share: a fixed seed, torch's global state left as it was, and no verdict that depends on the clock."""
 
+import gc
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from support import finished
+from support import finished, processes
 
 # The parent is hypothesis' own choice: random examples at home; the same ones every time where CI is set.
 settings.register_profile("ellzero", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
@@ -29,6 +30,13 @@ def _same_torch_every_time() -> Iterator[None]:
     assert torch.is_grad_enabled(), "the test left gradients switched off"
 
 
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
+    """Forks trainings, which tests can kill; one for all tests of a process, because it has to import torch."""
+    with processes.serving(tmp_path_factory.mktemp("jobs")) as running:
+        yield running
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Opens the cache of finished runs, once for all processes of a test session: they inherit the environment."""
     if not hasattr(config, "workerinput"):
@@ -38,3 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shutil.rmtree(os.environ.pop(finished.CACHE), ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: what is left for two processes in the end is short, and none waits long."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: nobody looks through it again for what can be thrown away."""
+    gc.collect()
+    gc.freeze()

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -82,8 +83,19 @@ def test_a_name_that_never_was_fails_as_it_does_everywhere() -> None:
         assert "is now" not in str(refused.value)
 
 
-def test_importing_takes_no_plots_and_no_pages() -> None:
+def test_importing_takes_no_plots_and_no_pages_and_drawing_takes_no_pyplot(tmp_path: Path) -> None:
     heavy = {"matplotlib", "plotly", "scipy", "rich.console", "ellzero.experiments", "ellzero.page", "ellzero.cli"}
-    code = "import sys, torch; before = set(sys.modules); import ellzero; print(*sorted(set(sys.modules) - before))"
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import ellzero
+print(*sorted(set(sys.modules) - before))
+import ellzero.experiments.figures as figures
+print("matplotlib" in sys.modules)
+figures.pareto([figures.Point(0.1, 1.0)], figures.Path({str(tmp_path / "p")!r}))
+print("matplotlib" in sys.modules, "matplotlib.pyplot" in sys.modules)
+"""
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert not heavy.intersection(ran.stdout.split())
+    imported, before, after = ran.stdout.splitlines()
+    assert not heavy.intersection(imported.split())
+    assert (before, after) == ("False", "True False")

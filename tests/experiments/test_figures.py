@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -107,17 +105,6 @@ def test_the_thick_line_is_the_mean() -> None:
         lines = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}  # type: ignore[union-attr]
         assert lines["ours"] == [2.0, 4.0]
         assert len(axes.lines) == 3
-
-
-def test_nothing_of_matplotlib_is_imported_before_something_is_drawn_and_pyplot_never(tmp_path: Path) -> None:
-    code = f"""
-import sys
-import ellzero.experiments.figures as f
-assert "matplotlib" not in sys.modules
-f.pareto([f.Point(0.1, 1.0)], f.Path({str(tmp_path / "p")!r}))
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

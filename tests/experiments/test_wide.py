@@ -1,4 +1,4 @@
-"""The large experiment, small: WRN-10-1 on 512 images of noise through the study's command, with units taken out on the
+"""The large experiment, small: WRN-10-1 on 64 images of noise through the study's command, with units taken out on the
 way, an interruption, the page, the table, the figure and the compact network.
 """
 
@@ -37,7 +37,8 @@ from support.oracles import assert_same
 from support.pages import embedded, lines, text_of
 
 NAME = module("wrn_cifar10").CONSTRAINED.format(20)
-STEPS = 512 // 128
+IMAGES, BATCH = 64, 16
+STEPS = IMAGES // BATCH
 SIZES = {"blocks.0.conv1": 16, "blocks.1.conv1": 32, "blocks.2.conv1": 64}
 # About half of the gates are closed from the beginning, and stay so.
 SHRINKS = {
@@ -48,13 +49,12 @@ SHRINKS = {
 
 @cache
 def images() -> Dataset:
-    whole = stand_in("cifar10", 512)
-    return replace(whole, test_x=whole.test_x[:64], test_y=whole.test_y[:64])
+    return stand_in("cifar10", IMAGES)
 
 
 def small(recipe: Recipe) -> Recipe:
     own = SHRINKS if recipe.name == NAME else {}
-    return recipe.override(network="wrn-10-1", milestones=(), precision="float32", **own)
+    return recipe.override(network="wrn-10-1", batch=BATCH, milestones=(), precision="float32", **own)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_every_row_of_the_study_trains_in_small(tmp_path: Path) -> None:
     whole: Study = known()["wrn-cifar10"]
 
     def tiny(recipe: Recipe) -> Recipe:
-        changes: dict[str, Any] = {"network": "wrn-10-1", "epochs": 2, "precision": "float32"}
+        changes: dict[str, Any] = {"network": "wrn-10-1", "batch": BATCH, "epochs": 2, "precision": "float32"}
         if isinstance(recipe.at_most, dict):
             target = recipe.at_most["blocks.0.conv1"]
             changes |= {"at_most": dict.fromkeys(SIZES, target), "settle_at": 1}

@@ -20,13 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ellzero as l0
 from ellzero import gates as gt
+from ellzero.gated import attaching
 from ellzero.graph.axes import Site
+from support import processes, replicated
 from support.oracles import open_exactly, scattered
 from support.zoo import ConvNet, Flattened, Residual, Shared, Tied, mlp
 
@@ -62,8 +63,15 @@ def masked(model: nn.Module, factors: dict[str, Tensor]) -> nn.Module:
     return out
 
 
+TRACED: list[l0.graph.Graph] = []
+
+
 def attached(*, dtype: torch.dtype = torch.float32, **options: Any) -> l0.Gated:
-    return scattered(l0.attach(mlp(3, 4, 5, 2).to(dtype), torch.zeros(2, 3, dtype=dtype), **options))
+    """A small network, which is traced once for all tests."""
+    x, graph = torch.zeros(2, 3, dtype=dtype), TRACED[0] if TRACED else None
+    gated = l0.attach(mlp(3, 4, 5, 2).to(dtype), x, graph=graph, **options)
+    TRACED[:] = [gated.graph]
+    return scattered(gated)
 
 
 def grads(gated: nn.Module) -> dict[str, Tensor]:
@@ -585,6 +593,21 @@ def test_what_eager_code_has_worked_out_is_used_by_compiled_code() -> None:
     torch.testing.assert_close(torch.compile(l0.l0_norm, fullgraph=True, backend="aot_eager")(gated), eager)
 
 
+def test_the_same_network_with_other_numbers_need_not_be_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = (l0.attach(ConvNet(), torch.zeros(2, 1, 4, 4)) for _ in range(2))
+    monkeypatch.setattr(attaching, "trace", None)
+    again = l0.attach(copy.deepcopy(other.model), torch.zeros(2, 1, 4, 4), graph=first.graph)
+    again.load_state_dict(scattered(other).state_dict())
+    x, noise = torch.randn(5, 1, 4, 4), other.gate_noise()
+    assert torch.equal(again(x, gate_noise=noise), other(x, gate_noise=noise))
+    assert l0.macs(again) == l0.macs(other) != l0.macs(first)
+    for wrong in ({"graph": attached().graph}, {"graph": first.graph, "axes": first.axes}):
+        with pytest.raises(
+            ValueError, match="`graph` must be of a network with the tensors of `model`, and `axes` abs"
+        ):
+            l0.attach(ConvNet(), torch.zeros(2, 1, 4, 4), **wrong)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_inductor_gives_the_eager_loss() -> None:
@@ -738,37 +761,9 @@ def test_param_groups_refuse_bad_rates(options: dict[str, float]) -> None:
 # ---- many processes --------------------------------------------------------------------------------------------------
 
 
-def ddp_network() -> l0.Gated:
-    torch.manual_seed(0)
-    return scattered(
-        l0.attach(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(2, 3))
-    )
-
-
-def ddp_batch(rank: int, step: int) -> Tensor:
-    return torch.randn(6, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def ddp_worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    gated = ddp_network()
-    parallel = DistributedDataParallel(gated, broadcast_buffers=False)
-    optimizer = torch.optim.SGD(gated.param_groups(lr=0.1, gate_lr=1.0))
-    torch.manual_seed(7)  # alike on both ranks
-    noises = []
-    for step in range(10):
-        with torch.random.fork_rng():
-            noises.append(gated.gate_noise())
-        optimizer.zero_grad()
-        (parallel(ddp_batch(rank, step)).square().mean() + 0.01 * l0.params(gated)).backward()
-        optimizer.step()
-    torch.save({"noises": noises, "state": gated.state_dict()}, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_processes_draw_their_own_gates_and_stay_together(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(ddp_worker, (str(tmp_path),), nprocs=2)
+def test_two_processes_draw_their_own_gates_and_stay_together(server: processes.Server, tmp_path: Path) -> None:
+    for job in [server.start("replicated", rank=rank, folder=str(tmp_path)) for rank in range(2)]:
+        assert job.wait() == 0, job.said
     ranks = [torch.load(tmp_path / f"rank{r}.pt") for r in range(2)]
     torch.manual_seed(7)
     for one, two in zip(ranks[0]["noises"], ranks[1]["noises"], strict=True):
@@ -779,13 +774,15 @@ def test_two_processes_draw_their_own_gates_and_stay_together(tmp_path: Path) ->
         if "running" not in name:  # each rank has seen its own batches
             assert torch.equal(t, ranks[1]["state"][name]), name
     # One process that adds up both ranks' gradients, with their noise, goes the same way.
-    gated = ddp_network()
+    gated = replicated.network()
     optimizer = torch.optim.SGD(gated.param_groups(lr=0.1, gate_lr=1.0))
     for step in range(10):
         optimizer.zero_grad()
         for rank in range(2):
             noise = ranks[rank]["noises"][step]
-            ((gated(ddp_batch(rank, step), gate_noise=noise).square().mean() + 0.01 * l0.params(gated)) / 2).backward()
+            (
+                (gated(replicated.batch(rank, step), gate_noise=noise).square().mean() + 0.01 * l0.params(gated)) / 2
+            ).backward()
         optimizer.step()
     for name, p in gated.named_parameters():
         torch.testing.assert_close(p.detach(), ranks[0]["state"][name])

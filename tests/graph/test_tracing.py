@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import Phase, given, settings
 from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph.tracing import as_inputs, batch_size, canonical_names
-from support.fuzz import Drawn, drawn_networks
 from support.zoo import MLP, LeNet, ResNet
 
 
@@ -58,28 +56,6 @@ def test_residual_stream_with_its_buffers() -> None:
     }
     assert axes["stem"].stream
     assert not axes["conv1"].stream
-
-
-@pytest.mark.slow
-@settings(max_examples=40, derandomize=True, database=None, phases=[Phase.generate])
-@given(drawn_networks())
-def test_random_networks_have_the_units_of_their_program(model: Drawn) -> None:
-    """Two rows of two weights are one unit exactly if the program says so."""
-    channels, size = model.shapes[0]
-    x = torch.zeros(2, channels, size, size) if size else torch.zeros(2, channels)
-    graph = l0.graph.trace(model, x)
-    rows, reads, _, _ = model.units()
-    ours: dict[int, set[int]] = {}
-    for (layer, row), unit in rows.items():
-        ours.setdefault(unit, set()).add(int(graph.units[f"layers.{layer}.weight"][(0,)][row]))
-    for layer, units in reads.items():
-        tensor = f"layers.{layer}.weight"
-        if graph.reading[tensor] == (1,):
-            for column, unit in enumerate(units):
-                ours.setdefault(unit, set()).add(int(graph.units[tensor][(1,)][column]))
-    written = set(rows.values())
-    assert all(len(ours[u]) == 1 for u in written), "one unit of the program, several of the graph"
-    assert len({next(iter(ours[u])) for u in written}) == len(written), "several units of the program, one of the graph"
 
 
 def test_torch_pruning_finds_the_same_groups() -> None:

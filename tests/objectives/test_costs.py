@@ -23,6 +23,7 @@ from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStr
 
 Opens = dict[str, list[bool]]
 Sizes = tuple[float, float, float]  # parameters, MACs, units
+TRACED: dict[str, Graph] = {}  # by the name of a case
 
 
 def own_inputs(*layers: str) -> Callable[[Graph], list[Placement]]:
@@ -51,10 +52,12 @@ class Case:
         return self.name
 
     def gated(self) -> l0.Gated:
+        """The network with its gates; it is traced once for all tests."""
         torch.manual_seed(1)
-        return scattered(
-            l0.attach(self.model().double(), torch.randn(2, *self.shape, dtype=torch.float64), **self.attach)
-        )
+        model, x = self.model().double(), torch.randn(2, *self.shape, dtype=torch.float64)
+        gated = l0.attach(model, x, graph=TRACED.get(self.name), **self.attach)
+        TRACED[self.name] = gated.graph
+        return scattered(gated)
 
 
 def number(t: Tensor) -> float:

@@ -5,7 +5,7 @@ MACs by torch's counter.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,19 +13,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.objectives import costs
 from ellzero.out.finalization import refuse_unreachable
-from support.fuzz import Drawn, drawn_networks
 from support.oracles import (
     Readers,
+    assert_counted,
     assert_same,
     between,
-    counted_macs,
     each,
     masked_by_hand,
     numel,
@@ -90,15 +87,6 @@ def exact(
     after = model.state_dict()
     assert all(torch.equal(before[k], after[k]) for k in before)
     return gated, small
-
-
-def assert_counted(gated: l0.Gated, small: nn.Module, args: Sequence[Any]) -> None:
-    """Kept cost is that of the network that came out, to the unit."""
-    assert float(l0.params(gated, kept=True)) == numel(small)
-    if gated.graph.products is not None:
-        assert float(l0.macs(gated, kept=True)) * args[0].shape[0] == pytest.approx(
-            counted_macs(small, args), rel=1e-12
-        )
 
 
 def frozen(model: nn.Module, x: Any, name: str) -> str:
@@ -1339,105 +1327,3 @@ def test_finalize_prefers_units_with_little_evidence() -> None:
     order = gate.evidence().argsort()
     l0.finalize(gated, 0.5, l0.units)
     assert sorted(order[:5].tolist()) == (~gate.open()).nonzero().flatten().tolist()
-
-
-# ---------------------------------------------------------------- random networks
-
-
-def _masked_by_units(model: Drawn, gated: l0.Gated, z: dict[str, Tensor]) -> nn.Module:
-    """The hand-masked copy: which gate each layer's inputs read is told by the network itself, not by the library."""
-    rows, reads, _, _ = model.units()
-    value: dict[int, Tensor] = {}
-    axes = {a.name: a for a in gated.axes}
-    for name, gates in z.items():
-        for site in axes[name].sites:
-            layer = site.tensor.removeprefix("layers.").removesuffix(".weight")
-            if site.dims == (0,) and site.tensor.endswith(".weight") and (layer, 0) in rows:
-                for row, unit in enumerate(site.units.tolist()):
-                    if unit >= 0:
-                        assert torch.equal(value.setdefault(rows[layer, row], gates[unit]), gates[unit]), (
-                            "one unit, two gates"
-                        )
-    one = torch.ones((), dtype=torch.float64)
-    factors = {name: torch.stack([value.get(u, one) for u in units]) for name, units in reads.items()}
-    return masked_by_hand(model, factors, {name: {f"layers.{name}": same} for name in factors})
-
-
-UNSEEN = "the example input does not show whether the output depends on it"
-
-
-def _assert_unseen(model: Drawn, x: Tensor, units: Iterable[int]) -> None:
-    """What the library says it cannot see, as behind a dead ReLU: without each of these units alone the output on the
-    example is the same.
-    """
-    _, reads, _, _ = model.units()
-    for unit in units:
-        factors = {name: torch.tensor([float(u != unit) for u in us]).double() for name, us in reads.items()}
-        hand = masked_by_hand(model, factors, {name: {f"layers.{name}": same} for name in factors})
-        with torch.no_grad():
-            assert_same(hand(x), model(x), 1e-11)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("streams", [False, True])
-def test_random_networks(streams: bool) -> None:
-    """80 networks each: gated, masked by hand and compact agree, and costs are those of what came out."""
-    seen = {"compared": 0, "refused": 0, "vanished": 0, "unseen": 0}
-
-    @settings(max_examples=80, derandomize=True, database=None, phases=[Phase.generate])
-    @given(drawn_networks(), st.integers(0, 2**31))
-    def check(model: Drawn, seed: int) -> None:
-        settled(model, seed)
-        channels, size = model.shapes[0]
-        shape = (channels, size, size) if size else (channels,)
-        draw = torch.Generator().manual_seed(seed)
-        x = torch.randn(2, *shape, dtype=torch.float64, generator=draw)
-        rows, reads, first, last = model.units()
-        inner = {u for us in reads.values() for u in us} - first - last
-        try:
-            gated = l0.attach(model, x, where=l0.shrinkable(streams=streams)).eval()
-        except ValueError as error:
-            if "nothing to gate" not in str(error):
-                raise
-            if streams and not model.grouped:  # dead as a whole, or there is nothing between input and output
-                seen["unseen"] += bool(inner)
-                _assert_unseen(model, x, inner)
-            return
-        if not model.grouped:  # every unit between input and output is found, and no other
-            hidden = [a for a in gated.axes if a.frozen == UNSEEN]
-            free = sum(a.size for a in gated.axes if a.frozen is None)
-            assert free + sum(a.size for a in hidden) == len(inner)
-            written = [s.tensor.split(".")[1] for a in hidden for s in a.sites if s.dims == (0,)]
-            _assert_unseen(model, x, {unit for (layer, _), unit in rows.items() if layer in written})
-            seen["unseen"] += bool(hidden)
-        random = np.random.default_rng(seed)
-        closed = {}
-        for (name, gate), axis in zip(
-            gated.named_gates(), [a for a in gated.axes if a.name in dict(gated.named_gates())], strict=True
-        ):
-            order = random.permutation(gate.shape.numel())
-            every = random.random() < (0.3 if axis.can_vanish else 0.05)
-            closed[name] = order[: len(order) if every else random.integers(0, len(order))].tolist()
-            seen["vanished"] += every
-        z = set_gates(gated, closed, seed)
-        hand = _masked_by_units(model, gated, z)
-        others = torch.randn(3, *shape, dtype=torch.float64, generator=draw)
-        with torch.no_grad():
-            assert_same(hand(others), gated(others), 1e-11)
-            try:
-                small = l0.compact(gated)
-            except l0.graph.ClosedAxisError:
-                assert_same(
-                    hand(others[:1]).expand(3, *hand(others).shape[1:]), hand(others)
-                )  # the output has lost the input
-                seen["refused"] += 1
-                return
-            assert_same(hand(others), small(others), 1e-11)
-        assert_counted(gated, small, (x,))
-        seen["compared"] += 1
-
-    check()
-    assert seen["compared"] >= 60
-    assert seen["refused"] >= 3
-    assert seen["vanished"] >= 10

@@ -3,17 +3,18 @@
 import html
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ellzero.cli import main
 from ellzero.experiments.store.folder import Folder
 from ellzero.page import serve as module
 from ellzero.page.serve import Server
@@ -127,37 +128,40 @@ def test_damage_is_told_in_the_page(server: Server, begun: Path) -> None:
     assert "<b>" not in content
 
 
-def test_a_port_that_is_taken_and_a_run_that_is_not_there(begun: Path) -> None:
+def test_a_port_that_is_taken_and_a_run_that_is_not_there(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match="in use"):
             Server(Folder.open(begun), port=port)
-        words = [sys.executable, "-m", "ellzero", "report", str(begun), "--serve", "--port", str(port)]
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-        assert ended.returncode == 1
-        assert "Address already in use" in ended.stderr
-        assert "Traceback" not in ended.stderr
+        assert main(["report", str(begun), "--serve", "--port", str(port)]) == 1
+        said = capsys.readouterr().err
+        assert "Address already in use" in said
+        assert said.count("\n") == 1
     with pytest.raises(IndexError, match="`index` must be from 0 to 0, got 1"):
         Server(Folder.open(begun), 1)
 
 
-def test_ctrl_c_ends_it_well(begun: Path) -> None:
-    words = [sys.executable, "-m", "ellzero", "report", "--serve", str(begun)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        line = process.stdout.readline()
-        assert line.startswith("http://127.0.0.1:")
-        port = int(line.split("/")[2].partition(":")[2])
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+def test_ctrl_c_ends_it_well(begun: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: what `--open` opens looks at the page, and presses Ctrl-C."""
+    seen: list[tuple[str, int]] = []
+
+    def look(address: str) -> None:
+        connection = http.client.HTTPConnection(address.split("/")[2], timeout=60)
         connection.request("GET", "/")
-        assert connection.getresponse().status == 200
+        seen.append((address, connection.getresponse().status))
         connection.close()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-        assert process.stderr.read() == ""
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(webbrowser, "open", lambda address: threading.Thread(target=look, args=(address,)).start())
+    assert main(["report", "--serve", str(begun), "--open"]) == 0
+    ((address, status),) = seen
+    assert status == 200
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{address} shows {begun}")
+    assert err == ""
 
 
+@pytest.mark.slow
 def test_the_browser_follows_the_run(server: Server, begun: Path, finished: Path, chromium: Browser) -> None:
     errors = [json.loads(line)["error"] for line in (finished / "history.jsonl").read_text().splitlines()]
     tab = chromium.open(server.address, 390, touch=True)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -109,6 +110,14 @@ def counted_macs(model: nn.Module, args: Sequence[Any]) -> float:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return counter.get_total_flops() / 2
+
+
+def assert_counted(gated: l0.Gated, small: nn.Module, args: Sequence[Any]) -> None:
+    """Kept cost is that of the network that came out, to the unit."""
+    assert float(l0.params(gated, kept=True)) == numel(small)
+    if gated.graph.products is not None:
+        kept = float(l0.macs(gated, kept=True)) * args[0].shape[0]
+        assert kept == pytest.approx(counted_macs(small, args), rel=1e-12)
 
 
 # ---------------------------------------------------------------- states of gates

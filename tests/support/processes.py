@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,10 @@ class Server:
     """Forks jobs; see the top of this file."""
 
     def __init__(self, home: Path) -> None:
-        source = Path(__file__).parents[2] / "src"
+        root = Path(__file__).parents[2]
         environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(source),
+            **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root / "tests")]),
             "PYTHONWARNINGS": "error::UserWarning",
         }  # fmt: skip
         self.home, self.jobs = home, 0
@@ -127,6 +129,8 @@ def serve() -> None:
                 answer = _status(request["wait"])
                 children.discard(request["wait"])
             else:
+                if request["job"] == "train":
+                    _trace()
                 answer = os.fork()
                 if answer == 0:
                     _child(JOBS[request["job"]], request["log"], request["arguments"])
@@ -170,14 +174,18 @@ def _child(job: Callable[..., None], log: str, arguments: dict[str, Any]) -> Non
 # ---------------------------------------------------------------- jobs
 
 
-def dataset(kind: str) -> Any:
+@cache
+def dataset(kind: str, *, whole: bool = False) -> Any:
     from ellzero.experiments.data import load, stand_in
 
     if kind == "cifar10":
-        return stand_in("cifar10", images=64)
-    whole = load("mnist5k")
-    train_x, train_y = whole.train_x[::40], whole.train_y[::40]  # they come class by class
-    return replace(whole, train_x=train_x, train_y=train_y, test_x=whole.test_x[::20], test_y=whole.test_y[::20])
+        return stand_in("cifar10", images=32)
+    everything = load("mnist5k")
+    if whole:
+        return everything
+    train_x, train_y = everything.train_x[::40], everything.train_y[::40]  # they come class by class
+    test_x, test_y = everything.test_x[::20], everything.test_y[::20]
+    return replace(everything, train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
 
 
 @contextmanager
@@ -210,6 +218,7 @@ def train(
     meet: str = "",
     spoil: int | None = None,
     dump: str | None = None,
+    whole: bool = False,
 ) -> None:
     """Trains what a folder says, to its end or from where it stands.
 
@@ -225,6 +234,7 @@ def train(
         meet: file by which they find each other.
         spoil: number of the step, from 0, after which a parameter of this process is changed.
         dump: file that gets the state of this process at the end.
+        whole: whether all images are trained on.
     """
     import numpy as np
     import torch
@@ -255,7 +265,8 @@ def train(
         _die_in_a_save(checkpoint, *die)
     run = Folder.open(folder)
     with together(rank, ranks, meet):
-        trainer = training.train(run.recipes, dataset(run.recipes[0].data), run, save_seconds=save_seconds)
+        images = dataset(run.recipes[0].data, whole=whole)
+        trainer = training.train(run.recipes, images, run, save_seconds=save_seconds)
     if dump is not None:
         torch.save({**saver.state(trainer), "history": trainer.history}, dump)
 
@@ -288,15 +299,31 @@ def _die_in_a_save(checkpoint: Any, call: str, count: int, after: bool) -> None:
     setattr(os, call, deadly)
 
 
-JOBS: dict[str, Callable[..., None]] = {"train": train}
+def replicated(rank: int, folder: str) -> None:
+    from support import replicated as job
 
-if __name__ == "__main__":
+    job.train(rank, folder)
+
+
+@cache
+def _trace() -> None:
+    """The networks of trainings are traced once, and not in each fork. No backward: its threads would not be forked."""
     import torch
 
     from ellzero.experiments.recipe import Recipe
     from ellzero.experiments.train.building import build
 
-    # What the first network to be traced takes is taken here, once. No backward: its threads would not be forked.
-    _basis: dict[str, Any] = {"name": "warm", "network": "lenet300", "data": "mnist5k", "penalty": 0.1}
-    build(Recipe(**_basis), dataset("mnist5k"), torch.device("cpu"))
+    basis: dict[str, Any] = {"name": "warm", "penalty": 0.1}
+    for network, data, dropout in (("lenet300", "mnist5k", 0.0), *[("wrn-10-1", "cifar10", p) for p in (0.0, 0.3)]):
+        build(Recipe(**basis, network=network, data=data, dropout=dropout), dataset(data), torch.device("cpu"))
+
+
+JOBS: dict[str, Callable[..., None]] = {"train": train, "replicated": replicated}
+
+if __name__ == "__main__":
+    import torch.distributed  # noqa: F401 (in no fork)
+
+    import ellzero.experiments.train.loop  # noqa: F401
+
     serve()
+    os._exit(0)  # torch takes a second or two to leave

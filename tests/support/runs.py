@@ -35,7 +35,7 @@ GATED = Recipe(
 
 WIDE = Recipe(
     name="wide", network="wrn-10-1", data="cifar10", dropout=0.3, drop_rates={"*": 0.3}, penalty=1e-4, optimizer="sgd",
-    lr=0.05, gate_lr=0.5, nesterov=True, milestones=(1,), decay=0.2, l2=5e-4, batch=16, epochs=2, ema=0.8,
+    lr=0.05, gate_lr=0.5, nesterov=True, milestones=(1,), decay=0.2, l2=5e-4, batch=8, epochs=2, ema=0.8,
     augment=True, finetune_epochs=1, recalibrate=True,
 )  # fmt: skip
 
@@ -87,13 +87,13 @@ def assert_same_end(folder: Folder, other: Folder, *, unseeded: bool = False) ->
 
 @cache
 def images(name: str, device: str = "cpu") -> Dataset:
-    return stand_in(name, images=32, device=device)
+    return stand_in(name, images=16, device=device)
 
 
 def recipe(network: str, **changes: Any) -> Recipe:
     basis: dict[str, Any] = {
         "name": "small", "network": network, "data": "cifar10" if network.startswith("wrn") else "mnist5k",
-        "drop_rates": {"*": 0.1}, "batch": 16, "epochs": 3, "lr": 1e-3, "gate_lr": 1e-2,
+        "drop_rates": {"*": 0.1}, "batch": 8, "epochs": 3, "lr": 1e-3, "gate_lr": 1e-2,
         "shrink_at": (1,), "shrink_checks": 1, "shrink_multiple": 1, "shrink_gain": 0.0,
     }  # fmt: skip
     if "at_most" not in changes:

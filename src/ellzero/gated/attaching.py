@@ -19,7 +19,7 @@ from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.rehearsal import proven
-from ellzero.graph.tracing import as_inputs, trace
+from ellzero.graph.tracing import Inputs, as_inputs, trace
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
@@ -33,6 +33,7 @@ def attach(
     gate: GateMaker | Mapping[str, GateMaker] = OPEN,
     where: Where | Callable[[], Where] = shrinkable,
     axes: Sequence[Axis] | None = None,
+    graph: Graph | None = None,
     limit: float = 600.0,
     **_gone: Never,
 ) -> Gated:
@@ -47,6 +48,7 @@ def attach(
         where: which gates there are: `l0.shrinkable()`, `l0.per_layer()`, `l0.weights("pattern")`, or any function of
             the graph. Without arguments, the parentheses may be left out.
         axes: axes by hand, for a model that `torch.export` cannot trace; `macs` has no meaning then.
+        graph: `another.graph`, of the same network with other numbers in it, which need not be traced again.
         limit: seconds that tracing may take.
 
     Returns:
@@ -75,16 +77,26 @@ def attach(
         )
     _refuse_sharded(model)
     inputs = as_inputs(example_inputs)
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices):  # running the model here must not change what a seeded run draws later
-        graph = trace(model, example_inputs, limit=limit) if axes is None else _by_hand(model, axes)
-        graph = proven(model, graph, inputs)
+    graph = _graph(model, inputs, axes, limit) if graph is None else _fitting(graph, model, axes)
     placements = list(_called(where)(graph))
     if not placements:
         stream, left_out = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)", "`where` leaves it out"
         reasons = "; ".join(f"`{a.name}`: {a.frozen or (stream if a.stream else left_out)}" for a in graph.axes)
         raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
     return Gated(model, graph, placements, [_make(gate, p) for p in placements], inputs)
+
+
+def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices):  # running the model here must not change what a seeded run draws later
+        graph = trace(model, inputs[1] or inputs[0], limit=limit) if axes is None else _by_hand(model, axes)
+        return proven(model, graph, inputs)
+
+
+def _fitting(graph: Graph, model: nn.Module, axes: Sequence[Axis] | None) -> Graph:
+    if axes is not None or graph.shapes != _shapes(model):
+        raise ValueError("`graph` must be of a network with the tensors of `model`, and `axes` absent beside it")
+    return graph
 
 
 def _called(where: Any) -> Where:
@@ -119,8 +131,11 @@ def _by_hand(model: nn.Module, axes: Sequence[Axis]) -> Graph:
                 raise ValueError(
                     f"`axes` has units of shape {site.units.shape} for `{site.tensor}`, which is {shape} at {site.dims}"
                 )
-    shapes = {n: tuple(t.shape) for n, t in members.items()}
-    return Graph(tuple(axes), shapes, parameters=tuple(n for n, _ in model.named_parameters()))
+    return Graph(tuple(axes), _shapes(model), parameters=tuple(n for n, _ in model.named_parameters()))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 import ellzero as l0
 from ellzero.experiments.data import Dataset, scaled
+from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.checkpoint import CheckpointError
@@ -35,12 +35,6 @@ from support.runs import GATED, STEPS, WIDE, assert_same_end, bits, leaves, with
 
 CPU = torch.device("cpu")
 SHORT = GATED.override(epochs=2, finetune_epochs=1)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
-    with processes.serving(tmp_path_factory.mktemp("jobs")) as running:
-        yield running
 
 
 def start(server: processes.Server, folder: Folder, *own: dict[str, Any], **common: Any) -> list[processes.Job]:
@@ -351,24 +345,17 @@ def workers(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-RECIPE = [
-    "demo", "--network", "lenet300", "--epochs", "3", "--finetune-epochs", "1", "--batch", "500", "--device", "cpu",
-    "--save-seconds", "0",
-]  # fmt: skip
+UNDER_TORCHRUN = get("demo").override(network="lenet300", epochs=2, finetune_epochs=1, batch=500)
+WORDS = "demo --network lenet300 --epochs 2 --finetune-epochs 1 --batch 500 --device cpu --save-seconds 0 --quiet"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the processes of torchrun in /proc")
-def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
-    code, out, err = ended(torchrun(*RECIPE, "--out", "whole", "--json", where=tmp_path))
-    assert code == 0, err
-    assert out.count('"compact"') == 1  # one of them prints
-    whole = Folder.open(tmp_path / "whole")
-    assert [record["epoch"] for record in whole.history()] == [1, 2, 3, 4]
-
-    process = torchrun(*RECIPE, "--out", "run", "--quiet", where=tmp_path)
+def test_the_command_line_under_torchrun(server: processes.Server, tmp_path: Path) -> None:
+    """Stopped by the loss of a process, and taken up: it ends where two forked processes end that nothing stops."""
+    process = torchrun(*WORDS.split(), "--out", "run", where=tmp_path)
     home = tmp_path / "run" / "checkpoints"
-    processes.until(lambda: process.poll() is not None or len(checkpoint.steps(home)) > 2)
+    processes.until(lambda: process.poll() is not None or checkpoint.steps(home)[-1:] > [2])
     os.kill(workers(process)[1], signal.SIGKILL)
     code, out, err = ended(process)
     assert code == 1
@@ -377,7 +364,11 @@ def test_the_command_line_under_torchrun(tmp_path: Path) -> None:
     assert "[rank0]" not in err  # as tracebacks begin
     assert Folder.open(tmp_path / "run").results() is None
 
-    code, out, err = ended(torchrun("--resume", "run", "--save-seconds", "0", where=tmp_path))
+    code, out, err = ended(torchrun("--resume", "run", "--save-seconds", "0", "--json", where=tmp_path))
     assert code == 0, err
-    assert_same_end(Folder.open(tmp_path / "run"), whole, unseeded=True)
+    assert out.count('"compact"') == 1  # one of them prints
     assert (tmp_path / "run" / "compact.safetensors").exists()
+    whole = Folder.create(tmp_path / "whole", [UNDER_TORCHRUN])
+    run(server, whole, whole=True)
+    assert [record["epoch"] for record in whole.history()] == [1, 2, 3]
+    assert_same_end(Folder.open(tmp_path / "run"), whole, unseeded=True)

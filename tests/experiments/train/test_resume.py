@@ -13,7 +13,6 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ STACK = [
     GATED.override(name="one", epochs=2, finetune_epochs=1),
     GATED.override(name="two", epochs=2, finetune_epochs=1, seed=1, at_most=0.5),
 ]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
-    with processes.serving(tmp_path_factory.mktemp("jobs")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -243,7 +243,7 @@ def test_settling_that_makes_no_sense_is_refused(change: dict[str, Any], message
 
 
 def few(name: str, **changes: Any) -> Trainer:
-    r = get(name).override(data="mnist5k", batch=16, epochs=2, settle_at=1, shrink_multiple=4, ema=None, **changes)
+    r = get(name).override(data="mnist5k", batch=8, epochs=2, settle_at=1, shrink_multiple=4, ema=None, **changes)
     return Trainer([r], images("mnist5k"))
 
 
@@ -279,9 +279,7 @@ def test_a_layer_that_is_closed_when_the_gates_settle_is_not_lost_for_good(name:
 def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> None:
     """The controller that sets itself and the target that comes down are those of a run that ends there."""
     short, long = (
-        Trainer(
-            [get("demo").override(batch=16, epochs=n, settle_at=2, finetune_epochs=0)], images("mnist5k")
-        ).lagrangian
+        Trainer([get("demo").override(batch=8, epochs=n, settle_at=2, finetune_epochs=0)], images("mnist5k")).lagrangian
         for n in (2, 200)
     )
 

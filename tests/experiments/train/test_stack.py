@@ -16,13 +16,15 @@ from ellzero.experiments.train.stepping.stack import WATCHED, Objective, Runs, l
 from ellzero.objectives import costs
 
 SIZE = 3
+TRACED: dict[str, l0.graph.Graph] = {}
 
 
 def gated(seed: int) -> l0.Gated:
     """Gates on the inputs of three layers; some of them closed at test time, others in every run."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
-    out = l0.attach(net, torch.zeros(1, 8), where=l0.per_layer)
+    out = l0.attach(net, torch.zeros(1, 8), where=l0.per_layer, graph=TRACED.get("gated"))
+    TRACED["gated"] = out.graph  # of all of them, since they differ in their numbers alone
     with torch.no_grad():
         for _, gate in out.named_gates():
             gate.log_alpha.normal_(0.5, 2)  # type: ignore[operator]
@@ -63,7 +65,8 @@ def test_convolutions_of_a_stack_compute_what_each_run_does_alone(kind: str) -> 
         first = nn.Conv2d(1, 4, **{"kernel_size": 3, **PLAIN.get(kind, {}), **OTHER.get(kind, {})})
         net = nn.Sequential(first, nn.ReLU(), nn.Conv2d(4, 5, 2), nn.Flatten(), nn.LazyLinear(3))
         net(torch.zeros(1, 1, 8, 9))
-        gates = l0.attach(net, torch.zeros(1, 1, 8, 9))
+        gates = l0.attach(net, torch.zeros(1, 1, 8, 9), graph=TRACED.get(kind))
+        TRACED[kind] = gates.graph
         return Objective(gates.double(), [(l0.l0_norm, None)])
 
     generator = torch.Generator().manual_seed(5)

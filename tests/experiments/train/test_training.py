@@ -7,9 +7,9 @@ noise of the trainer. Tiny data; nothing here asks whether training is any good.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.experiments.data import scaled
+from ellzero.experiments.networks import LeNet5
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.train import evaluation, events, saver
+from ellzero.experiments.train import building, evaluation, events, saver
 from ellzero.experiments.train.building import architecture, build
 from ellzero.experiments.train.loop import train, train_epoch
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
+from ellzero.gated import attaching
 from ellzero.objectives import duals
 from support.trained import BATCH, CPU, TRAIN, data, recipe, same, set_open, trained
 
@@ -241,6 +243,39 @@ def test_recipes_that_cannot_share_a_stack_are_refused() -> None:
     one = recipe()
     with pytest.raises(ValueError, match=r"`recipes` of one stack must agree in lr, batch$"):
         Trainer([one, one.override(batch=25, lr=0.1, seed=3, name="other")], data())
+
+
+def test_runs_that_differ_in_their_numbers_alone_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each would have found by itself is what it gets."""
+    traced: list[nn.Module] = []
+    trace = attaching.trace
+    monkeypatch.setattr(attaching, "trace", lambda model, *a, **k: traced.append(model) or trace(model, *a, **k))
+    monkeypatch.setattr(building, "_TRACED", {})
+    stack = Trainer([recipe(seed=s, at_most=0.5, dual="auto") for s in range(3)], data())
+    first = cast(l0.Gated, build(recipe(placement="per_layer", seed=9), data(), CPU))
+    assert len(traced) == 1
+    for seed in range(3):
+        built = cast(l0.Gated, build(recipe(seed=seed), data(), CPU))
+        alone = l0.attach(built.model, torch.zeros(2, 1, 28, 28))
+        for graph in (first.graph, cast(l0.Gated, stack.network(seed)).graph):
+            assert plain(graph.axes) == plain(alone.graph.axes)
+    build(recipe(network="lenet5"), data(), CPU)
+    assert isinstance(traced[-1], LeNet5)
+
+
+def plain(axes: Sequence[l0.graph.Axis]) -> list[Any]:
+    """All that an axis says, as values that can be compared."""
+    return [
+        (
+            a.name,
+            a.size,
+            a.frozen,
+            a.stream,
+            a.can_vanish,
+            [(s.tensor, s.dims, s.units.tolist(), s.role) for s in a.sites],
+        )
+        for a in axes
+    ]
 
 
 # ---- epochs ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import shutil
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 
 import ellzero as l0
 from ellzero.experiments.data import Dataset, epoch_generator, scaled, stand_in
@@ -407,27 +408,55 @@ def test_bfloat16_is_for_the_forward_and_nothing_else(size: int) -> None:
     assert math.isfinite(evaluation.note(half)[0]["loss"])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on the CPU")
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_compiled_step_is_the_step_to_rounding(size: int) -> None:
+def compiled_and_not(size: int) -> list[Trainer]:
+    """The same runs by a step as it is, and by one that is compiled; none has begun."""
     torch._dynamo.reset()
     basis = recipe(
         placement="per_layer", at_most={"fc1": 0.3, "fc2": 0.5}, cost="params", dual="ascent", dual_lr=0.5, l2=0.01,
         finetune_epochs=1,
     )  # fmt: skip
     both = [basis, basis.override(seed=1, cost="l0_norm", at_most=0.2)][:size]
+    return [Trainer([r.override(compile=on) for r in both], few()) for on in (False, True)]
+
+
+def assert_the_same_epoch(trainers: list[Trainer]) -> None:
     ends = []
-    for on in (False, True):
-        trainer = Trainer([r.override(compile=on) for r in both], few())
+    for trainer in trainers:
         losses = torch.stack(list(train_epoch(trainer)))
         ends.append((losses, trainer.lagrangian.multiplier, by_name(trainer), evaluation.evaluate(trainer)["error"]))
-        events.turn(trainer)
-        list(train_epoch(trainer))
-        assert trainer.done
     for plain, compiled in zip(*ends, strict=True):
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=2e-5)
     assert ends[0][1].any()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on the CPU")
+def test_a_compiled_step_is_the_step_to_rounding() -> None:
+    assert_the_same_epoch(compiled_and_not(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_is_compiled_as_a_whole_and_again_when_the_gates_are_fixed(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without C++, which takes most of the time, and without a break in a graph."""
+    graphs: list[nn.Module] = []
+
+    def counting(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return lookup_backend("aot_eager")(module, inputs)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting, fullgraph=True))
+    trainers = compiled_and_not(size)
+    assert_the_same_epoch(trainers)
+    before = len(graphs)
+    assert before > 0
+    for trainer in trainers:
+        events.turn(trainer)
+    assert_the_same_epoch(trainers)
+    assert all(trainer.done for trainer in trainers)
+    assert len(graphs) > before
 
 
 # ---- extra-gradient -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from ellzero.experiments.train.stepping.stack import NORMS, Part, l2_of_weights
 from ellzero.gated import placements
 from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated
+from ellzero.graph.axes import Graph
 from ellzero.objectives import costs, duals
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.lagrangian import Lagrangian
@@ -37,6 +38,9 @@ def where(recipe: Recipe) -> placements.Where:
     return placements.per_layer(only=only or "*")
 
 
+_TRACED: dict[tuple[type, str, torch.Size], Graph] = {}  # runs that differ in their numbers alone are traced once
+
+
 def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
     """The network of a recipe, initialised by its seed: a `Gated`, or the plain one of a recipe without gates."""
     torch.manual_seed(recipe.seed)
@@ -45,7 +49,10 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
     if recipe.placement is not None:
         rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
         makers = {p: partial(gates.HardConcreteGate, drop_rate=r, rule=rule) for p, r in recipe.drop_rates.items()}
-        gated = attach(model, (scaled(dataset.train_x[:2].cpu()),), gate=makers, where=where(recipe))
+        x = scaled(dataset.train_x[:2].cpu())
+        alike = type(model), str(model), x.shape
+        gated = attach(model, (x,), gate=makers, where=where(recipe), graph=_TRACED.get(alike))
+        _TRACED[alike] = gated.graph
     if recipe.init == "2018":
         networks.initialize_2018(model)
     else:
