@@ -240,28 +240,25 @@ def _chosen(
     """What is to be done and where, and what is known from before of where its results come from."""
     with foreseen(ValueError):
         grid = {name: sweeping.values_of(name, text) for name, text in vars(fields).items() if text is not None}
-        if recipe is None:
-            if not resume or out is None:
-                raise CommandError(
-                    "`RECIPE` must be given, such as `ellzero sweep demo --at-most 0.1,0.2` (`ellzero recipes` lists "
-                    "them), or `--resume --out FOLDER`"
-                )
-            there, record = sweeping.stored(Path(out))
-            asked = Sweep(there.recipe, {**there.grid, **grid}, seeds or there.seeds, every or there.every)
-            return asked, Path(out), record["about"]
-        found = opening.find_recipe(recipe)
-        asked = Sweep(found, grid, seeds or 1, every or 1)
-        home = Path("runs", "sweep", found.name) if out is None else Path(out)
-        begun = resume and (home / "sweep.json").exists()
-        return asked, home, sweeping.stored(home)[1]["about"] if begun else {}
+        if recipe is not None:
+            found = opening.find_recipe(recipe)
+            home = Path("runs", "sweep", found.name) if out is None else Path(out)
+            begun = resume and (home / "sweep.json").exists()
+            asked = Sweep(found, grid, seeds or 1, every or 1)
+            return asked, home, sweeping.stored(home)[1]["about"] if begun else {}
+        if out is None or not resume:
+            such = "such as `ellzero sweep demo --at-most 0.1,0.2` (`ellzero recipes` lists them)"
+            raise CommandError(f"`RECIPE` must be given, {such}, or `--resume --out FOLDER`")
+        there, record = sweeping.stored(Path(out))
+        asked = Sweep(there.recipe, {**there.grid, **grid}, seeds or there.seeds, every or there.every)
+        return asked, Path(out), record["about"]
 
 
 def _swept(work: Callable[..., Record], home: Path, cost: str | None, quiet: bool) -> Record:
     if not can_draw() and not quiet:
         tell(f"no figure will be drawn: {PlotsMissingError()}, and draw it later by `--resume`")
-    again = shlex.join(["ellzero", "sweep", "--resume", "--out", str(home)])
-    if cost is not None:
-        again += f" --cost-axis {cost}"
+    axis = [] if cost is None else ["--cost-axis", cost]
+    again = shlex.join(["ellzero", "sweep", "--resume", "--out", str(home), *axis])
     return _trained(partial(work, cost=cost), again, f"fewer runs together need less: {again} --at-once N", quiet)
 
 

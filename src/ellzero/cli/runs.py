@@ -236,8 +236,7 @@ def _one(
     aside = say if words is None else tell  # standard output is for a script then
     if figures is not None:
         aside(*drawn(page.run_figures(folder, Path(figures), number)))
-    asked = out is not None or open
-    if asked or (words is None and page.can_make()):
+    if out is not None or open or (words is None and page.can_make()):
         _need_pages()
         target = page.page_file(folder, number) if out is None else Path(out)
         _make(page.run_page(folder, number), target, open, aside)
@@ -257,10 +256,7 @@ def _print(folder: Folder, number: int, words: str | None, speed: bool) -> None:
         return
     if isinstance(network, Gated):
         made = make_report(network, speed=speed)
-        if words is None:
-            show(made)
-        else:
-            say(made.json() if words == "json" else made.markdown().rstrip())
+        show(made) if words is None else say(made.json() if words == "json" else made.markdown().rstrip())
         if speed:
             page.measure_run(folder, network)
         return

@@ -94,8 +94,7 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
     members, names = _members(small), canonical_names(small)
     # Copies: safetensors wants its tensors contiguous and in memory of their own.
     tensors = {name: members[name].detach().to("cpu", copy=True).contiguous() for name in dict.fromkeys(names.values())}
-    tied = {name: first for name, first in names.items() if name != first}
-    structure = Structure(type(small).__qualname__, tied=tied)
+    structure = Structure(type(small).__qualname__, tied={n: first for n, first in names.items() if n != first})
     for layer, module in small.named_modules(remove_duplicate=False):
         if isinstance(module, Select):
             structure.selects.append(layer.rpartition(".")[0])
@@ -150,8 +149,7 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
         layer, _, key = name.rpartition(".")
         module, old = modules[layer], members[name]
         if stored not in new:
-            home = torch.device("cpu") if old.device.type == "meta" else old.device
-            moved = tensors[stored].to(home)
+            moved = tensors[stored].to("cpu" if old.device.type == "meta" else old.device)
             new[stored] = nn.Parameter(moved, old.requires_grad) if isinstance(old, nn.Parameter) else moved
         if old.shape != new[stored].shape:
             changed[id(module)] = (layer, module)
