@@ -13,7 +13,6 @@ import pytest
 
 from ellzero.experiments.store.folder import Folder, pace
 from ellzero.page import run_figures, run_page
-from ellzero.page.run import run_content
 from support.finished import copied
 from support.pages import embedded, lines, shrunk_run, text_of
 
@@ -53,7 +52,7 @@ def test_events_are_lines_in_every_chart_over_epochs(shrunk: Path) -> None:
 def test_the_table_of_events_has_widths_and_macs_counted_by_hand(shrunk: Path) -> None:
     dense, left = 784 * 300 + 300 * 100 + 100 * 10, 784 * 204 + 204 * 60 + 60 * 10
     share = f"{100 * left / dense:.1f}\u00a0%".replace("\u00a0", " ")
-    for page in (run_page(Folder.open(shrunk)), run_content(Folder.open(shrunk))):
+    for page in (run_page(Folder.open(shrunk)), run_page(Folder.open(shrunk), part=True)):
         said = text_of(page)
         assert f"2 shrunk 100.0 % → {share} fc1 300 → 204 fc2 100 → 60" in said
         assert f"3 skipped: too little to gain {share}, and {share} if done fc1 204 fc2 60" in said

@@ -91,8 +91,8 @@ def test_the_network_is_read_once_for_each_checkpoint(finished: Path, monkeypatc
     monkeypatch.setattr(module, "look_at", lambda *args: looks.append(1) or real(*args))
     with Server(Folder.open(finished)) as made:
         made.page()
-        made.content()
-        made.content()
+        made.page(part=True)
+        made.page(part=True)
     assert len(looks) == 1
 
 

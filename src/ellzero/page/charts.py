@@ -64,18 +64,18 @@ def can_make() -> bool:
 
 @final
 class Chart:
-    """A chart with its words: what one sees, in which unit, and whether numbers are expected or kept.
+    """A chart with its words. Traces and layout are plain data, as Plotly has them.
 
-    Traces and layout are plain data in Plotly's words. A colour may be "@blue" and so on, a colour scale "@heat" or
-    "@diverging": they depend on the theme, from which comes also what the layout does not say.
+    A colour may be "@blue" and so on, a colour scale "@heat" or "@diverging": they depend on the theme. What the layout
+    does not say comes from there too.
     """
 
     def __init__(
         self,
         name: str,  # in the page, and only once: lower-case letters, digits and "-"
         title: str,
-        caption: str,
-        alternative: str,  # the caption with the numbers that matter, for those who do not see the chart
+        caption: str,  # what one sees, in which unit, and whether numbers are expected or kept
+        alternative: str,  # the same with the numbers that matter, for those who do not see it
         traces: Sequence[Mapping[str, Any]],
         *,
         height: int = 320,  # in pixels
@@ -132,22 +132,17 @@ def dots(x: Iterable[Any], y: Iterable[Any], name: str, marker: Mapping[str, Any
     return {"type": "scatter", "mode": "markers", "x": list(x), "y": list(y), "name": name, "marker": marker} | more
 
 
-def render(template: str, **values: Any) -> str:
-    """A page, complete in itself, from a template that extends `base.html.j2`; `{{ figure(chart) }}` shows a chart.
+def render(template: str, *, part: bool = False, **values: Any) -> str:
+    """A page, complete in itself, from a template that extends `base.html.j2`; or its block `content` alone.
 
-    A PageMissingError says that Plotly or jinja2 is not installed.
+    A template shows a chart by `{{ figure(chart) }}`. A PageMissingError says that Plotly or jinja2 is not installed.
     """
-    shared = {
-        "themes": script_json({"light": LIGHT, "dark": DARK}),
-        "versions": {"ellzero": installed_version(), "torch": torch.__version__, "Python": platform.python_version()},
-    }
-    return str(_template(template).render(shared | values, plotly=_plotly()))
-
-
-def render_part(template: str, **values: Any) -> str:
-    """What changes in a page while a run goes on: its block `content` alone; else as `render`."""
     found = _template(template)
-    return "".join(found.blocks["content"](found.new_context(values)))
+    if part:
+        return "".join(found.blocks["content"](found.new_context(values)))
+    themes = script_json({"light": LIGHT, "dark": DARK})
+    versions = {"ellzero": installed_version(), "torch": torch.__version__, "Python": platform.python_version()}
+    return str(found.render(values, themes=themes, versions=versions, plotly=_plotly()))
 
 
 def _template(name: str) -> Any:

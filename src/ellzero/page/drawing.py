@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ellzero.experiments.store.folder import pace
+from ellzero.experiments.train.building import targets
 from ellzero.out.reporting import AxisRow
 from ellzero.page.charts import EXPECTED, KEPT, SERIES, Chart, axis, curve, dots, escaped, number, packed, percent
 from ellzero.page.facts import BINS, COSTS, Look, Picture, Pixels, Run, Spread, Strip
@@ -115,7 +116,7 @@ def _cost_chart(run: Run, cost: str) -> Chart:
     words, what = COSTS[cost], _COUNTED[cost]
     shares = {kind: run.seen(kind, cost, times=100) for kind, *_ in _KINDS}
     traces = [_line(run.x, shares[kind], kind, colour, " %", dash=dash) for kind, colour, dash in _KINDS]
-    target = run.targets.get("*") if run.recipe.cost == cost else None
+    target = targets(run.recipe).get("*") if run.recipe.cost == cost else None
     extra = said = ""
     if target is not None:
         traces.append(_level(run.epochs, 100 * target, "target", "@muted", "dot", f"target {100 * target:g} %"))
@@ -160,7 +161,7 @@ def _seconds(run: Run) -> list[Chart]:
 
 def _multipliers(run: Run) -> list[Chart]:
     """The multiplier of each constraint; nothing without one."""
-    patterns = list(run.targets)
+    patterns = list(targets(run.recipe))
     rows = [r.get("multiplier") for r in run.history]
     if not patterns or not all(isinstance(row, list) and len(row) >= len(patterns) for row in rows):
         return []

@@ -24,7 +24,6 @@ from ellzero.experiments import data
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint, records
 from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.experiments.train.building import targets
 from ellzero.experiments.train.loop import restore
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import AbstractGate, NoExpectation
@@ -90,16 +89,24 @@ class Run(NamedTuple):
         return self.recipe.placement is not None
 
     @property
-    def targets(self) -> dict[str, float]:
-        return targets(self.recipe)
-
-    @property
     def x(self) -> list[float]:
         return [float(record["epoch"]) for record in self.history]
 
     @property
     def events(self) -> list[Event]:
-        return _events(self.history)
+        """From "shrunk" of the records; one that is damaged is passed over."""
+        out = []
+        for record in self.history:
+            with suppress(KeyError, TypeError, ValueError, AttributeError):
+                found = record["shrunk"]
+                skipped, widths = bool(found["skipped"]), {}
+                for name, after in found["widths"].items():
+                    before = int(after) + int(found["removed"][name])
+                    widths[str(name)] = before, before if skipped else int(after)
+                macs = float(found["macs"]["before"]), float(found["macs"]["after"])
+                word = "settled" if found.get("settled") else "skipped" if skipped else "shrunk"
+                out.append(Event(float(record["epoch"]), word, skipped, widths, macs))
+        return out
 
     @property
     def fixed_at(self) -> float | None:
@@ -126,16 +133,12 @@ class Run(NamedTuple):
             value: Any = record
             for key in keys:
                 value = value.get(key) if isinstance(value, Mapping) else None
-            known = isinstance(value, int | float) and not isinstance(value, bool)
-            out.append(times * float(value) if known else None)
+            out.append(None if isinstance(value, bool) or not isinstance(value, int | float) else times * float(value))
         return out
 
 
 def gather(folder: Folder, index: int = 0, seen: Look | None = None) -> Run:
-    """Reads a run; `seen` is what its network looks like, which else is taken from the newest checkpoint.
-
-    An IndexError says that there is no such run, a FolderError that the history or the results are damaged.
-    """
+    """Reads a run, or IndexError, or FolderError. Its network is as `seen`, or as in the newest checkpoint."""
     if not 0 <= index < len(folder.recipes):
         raise IndexError(f"`index` must be from 0 to {len(folder.recipes) - 1}, got {index}")
     history = folder.history()[index :: len(folder.recipes)]
@@ -166,22 +169,6 @@ def look_at(folder: Folder, index: int = 0) -> tuple[Look | None, str]:
     done, epoch = there[-1] - trainer.position, trainer.epoch
     steps = done // epoch if epoch and done > 0 and done % epoch == 0 else None
     return look(trainer.network(index).cpu(), folder.recipes[index], trainer.data.shape, epoch, steps), ""
-
-
-def _events(history: Sequence[Mapping[str, Any]]) -> list[Event]:
-    """From "shrunk" of the records; one that is damaged is passed over."""
-    out = []
-    for record in history:
-        with suppress(KeyError, TypeError, ValueError, AttributeError):
-            found = record["shrunk"]
-            skipped, widths = bool(found["skipped"]), {}
-            for name, after in found["widths"].items():
-                before = int(after) + int(found["removed"][name])
-                widths[str(name)] = before, before if skipped else int(after)
-            macs = float(found["macs"]["before"]), float(found["macs"]["after"])
-            word = "settled" if found.get("settled") else "skipped" if skipped else "shrunk"
-            out.append(Event(float(record["epoch"]), word, skipped, widths, macs))
-    return out
 
 
 def strips(history: Sequence[Mapping[str, Any]]) -> list[Strip]:
@@ -216,10 +203,9 @@ def _spaced(count: int, most: int) -> list[int]:
 
 
 def measure(dense: nn.Module, small: nn.Module, example: Tensor, budget: float = 1.5) -> list[dict[str, float]]:
-    """Measures how long the dense and the compact network take, in turns, for one image and for 256.
+    """Medians of the seconds that the dense and the compact network take, in turns, for one image and for 256.
 
-    Both are in evaluation mode, on the device of `example`, one image at least. A batch that would take longer than
-    `budget`, in seconds, is left out. A row has medians, `dense_s` and `compact_s`, of `runs` runs of a `batch`.
+    Both are in evaluation mode, on the device of the example. A batch that would take longer than `budget` is left out.
     """
     rows: list[dict[str, float]] = []
     with torch.inference_mode():
@@ -235,7 +221,7 @@ def measure(dense: nn.Module, small: nn.Module, example: Tensor, budget: float =
 
 
 def measure_run(folder: Folder, network: nn.Module) -> None:
-    """Measures a run's network on this machine's CPU, where it is, and stores that in the folder (or FileError).
+    """Measures a run's network, which is on the CPU, and stores that in the folder, or FileError.
 
     Nothing happens without gates, or where `compact` refuses.
     """
@@ -309,13 +295,12 @@ def look(
     network: nn.Module,
     recipe: Recipe | None = None,
     shape: Sequence[int] | None = None,
-    epoch: int = 0,
+    epoch: int = 0,  # of training so far
     steps_per_epoch: int | None = None,
 ) -> Look:
     """Looks at a network, a `Gated` or one without gates.
 
-    The recipe says which rates its gates started from; `shape` is channels, height and width of the images that it is
-    fed with, if it is. Epochs of training, and the steps of one, are passed on.
+    The recipe says from which rates its gates started, `shape` which images it reads: channels, height and width.
     """
     gated = network if isinstance(network, Gated) else None
     dense = network if gated is None else gated.model

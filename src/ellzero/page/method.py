@@ -38,8 +38,15 @@ def method_page() -> str:
         "mean": ("E[z], the mean", hard.mean.item()),
         "noiseless": ("ẑ without noise, eq. 13", hard.noiseless.item()),
     }
-    charts = {"penalties": _penalties(), "density": _density(concrete, hard, [at_0, at_1]), "means": _means(hard)}
-    return render("method.html.j2", **charts, sliders=SLIDERS, facts=facts, tallest=TALLEST)
+    return render(
+        "method.html.j2",
+        penalties=_penalties(),
+        density=_density(concrete, hard, [at_0, at_1]),
+        means=_means(hard),
+        sliders=SLIDERS,
+        facts=facts,
+        tallest=TALLEST,
+    )
 
 
 def _at(log_alpha: float | Tensor) -> tuple[BinaryConcrete, HardConcrete]:

@@ -12,12 +12,15 @@ from typing import Any
 
 from ellzero.experiments import figures
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train.building import targets
 from ellzero.page import drawing
-from ellzero.page.charts import number, percent, render, render_part, seconds, share, size
+from ellzero.page.charts import number, percent, render, seconds, share, size
 from ellzero.page.facts import COSTS, Look, Run, gather
 
 
-def run_page(folder: Folder, index: int = 0, *, seen: Look | None = None, live: bool = False) -> str:
+def run_page(
+    folder: Folder, index: int = 0, *, seen: Look | None = None, live: bool = False, part: bool = False
+) -> str:
     """The page of a run: HTML, complete in itself.
 
     Args:
@@ -25,18 +28,14 @@ def run_page(folder: Folder, index: int = 0, *, seen: Look | None = None, live: 
         index: which run of a stack, from 0.
         seen: what its network looks like, if that is known already.
         live: whether the page asks the server that it comes from for news.
+        part: only what changes while the run goes on.
 
     Raises:
         IndexError: there is no such run.
         FolderError: the history or the results are damaged.
         PageMissingError: Plotly or jinja2 is not installed.
     """
-    return render("run.html.j2", **_values(gather(folder, index, seen)), live=live, connect=live)
-
-
-def run_content(folder: Folder, index: int = 0, *, seen: Look | None = None) -> str:
-    """What changes in the page while the run goes on; takes what `run_page` takes."""
-    return render_part("run.html.j2", **_values(gather(folder, index, seen)), live=True)
+    return render("run.html.j2", part=part, **_values(gather(folder, index, seen)), live=live, connect=live)
 
 
 def _values(run: Run) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def _objective(run: Run) -> str:
         by = ", ".join(f"{k}: {v:g}" for k, v in r.penalty.items()) if isinstance(r.penalty, dict) else f"{r.penalty:g}"
         return f"A penalty λ·l0_norm with λ = c/N, c = {by} (N training images)."
     by = ", ".join(
-        percent(v, 4).replace(".0000", "") if k == "*" else f"{k} {100 * v:g} %" for k, v in run.targets.items()
+        percent(v, 4).replace(".0000", "") if k == "*" else f"{k} {100 * v:g} %" for k, v in targets(r).items()
     )
     return f"A constraint: the {r.on} {COSTS[r.cost]} must be at most {by} of the dense network's."
 

@@ -23,6 +23,7 @@ from ellzero.page.charts import SERIES, Chart, axis, curve, dots, escaped, plus_
 from ellzero.page.collecting import COSTS, ERRORS, Cost, Finished, collect, label
 
 _DATA = {"mnist": "MNIST", "mnist5k": "5,000 MNIST images", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+_Spot = tuple[float, float]  # in a chart: kept and error, in percent
 
 
 class Group(NamedTuple):
@@ -171,8 +172,7 @@ def runs_figures(paths: Iterable[str | os.PathLike[str]], directory: Path) -> li
     for kind in kinds(collect(paths)[0]):
         runs = [(group.label, run) for group in kind.groups for run in group.runs if not run.emptied]
         for cost in COSTS:
-            points = [figures.Point(run.kept[cost], run.errors["error_last"], name) for name, run in runs]
-            points = [point for point in points if 0 < point.cost <= 1]
+            points = [figures.Point(r.kept[cost], r.errors["error_last"], name) for name, r in runs if r.kept[cost] > 0]
             if points:
                 target = directory / f"pareto-{kind.network}-{kind.data}-{cost}"
                 files += figures.pareto(points, target, cost=cost, title=kind.title, published=kind.published(cost))
@@ -212,9 +212,6 @@ def _chart(number: int, kind: Kind, cost: Cost, error: str) -> Chart:
         hovermode="closest",
         uirevision=f"{cost} {error}",  # another axis, so what was zoomed into means nothing
     )
-
-
-_Spot = tuple[float, float]  # kept and error, in percent
 
 
 def _dots(name: str, marker: dict[str, Any], spots: Iterable[tuple[*_Spot, list[str]]], **more: Any) -> dict[str, Any]:
@@ -335,13 +332,15 @@ def _caption(kind: Kind, theirs: bool, several: bool) -> str:
         )
     elif published(kind.network, "params"):
         context = "The papers' networks are left out: they were trained on all of MNIST."
-    means = " Squares are means over the seeds of one recipe, with 95 % confidence intervals (Student's t)."
-    crosses = " Crosses have a layer with no unit left, so no compact network: they beat nothing."
-    return (
-        "Each dot is a run: its test error against what its compact network keeps of the dense network."
-        f"{means if several else ''} The dotted line joins the recipes that no other one here beats, by their means."
-        f"{crosses if any(group.emptied for group in kind.groups) else ''} {context}"
+    parts = (
+        "Each dot is a run: its test error against what its compact network keeps of the dense network.",
+        "Squares are means over the seeds of one recipe, with 95 % confidence intervals (Student's t)." * several,
+        "The dotted line joins the recipes that no other one here beats, by their means.",
+        "Crosses have a layer with no unit left, so no compact network: they beat nothing."
+        * any(group.emptied for group in kind.groups),
+        context,
     )
+    return " ".join(filter(None, parts))
 
 
 def _alternative(kind: Kind, front: Sequence[Group], cost: Cost, error: str) -> str:

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.page.facts import LATENCY, Look, look_at
-from ellzero.page.run import run_content, run_page
+from ellzero.page.run import run_page
 
 LOOPBACK = "127.0.0.1"
 _WATCHED = ("run.json", "history.jsonl", "results.json", "compact.safetensors", LATENCY)
@@ -65,15 +65,10 @@ class Server(ThreadingHTTPServer):
             self._seen = (step, look_at(self.folder, self.index)[0])
         return self._seen[1]
 
-    def page(self) -> str:
-        """The page as it is now."""
+    def page(self, part: bool = False) -> str:
+        """The page as it is now, or what changes in it."""
         with self._lock:
-            return run_page(self.folder, self.index, seen=self._look(), live=True)
-
-    def content(self) -> str:
-        """What changes in it, as it is now."""
-        with self._lock:
-            return run_content(self.folder, self.index, seen=self._look())
+            return run_page(self.folder, self.index, seen=self._look(), live=True, part=part)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that goes away in the middle is none of our business, and the log is the user's terminal."""
@@ -115,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         if asked.path == "/content" and parse_qs(asked.query).get("since") == [version]:
             return HTTPStatus.NO_CONTENT, "", version
         try:
-            return HTTPStatus.OK, self.server.page() if asked.path == "/" else self.server.content(), version
+            return HTTPStatus.OK, self.server.page(part=asked.path == "/content"), version
         except FolderError as error:
             return HTTPStatus.OK, f'<p class="warning" id="state">{html.escape(str(error))}</p>', version
 
