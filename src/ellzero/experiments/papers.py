@@ -37,9 +37,6 @@ def get(name: str) -> Recipe:
     raise ValueError(f"`{name}` is not the name of a recipe; {nearest(str(name), RECIPES)}")
 
 
-# ---------------------------------------------------------------- the papers'
-
-
 def _papers() -> Iterable[Recipe]:
     mlp = {"fc1": 0.2, "fc2": 0.5, "fc3": 0.5}
     # Louizos et al. (2018), section 4.1, and their code
@@ -106,11 +103,8 @@ def _blocks(at_most: float) -> dict[str, float]:
     return {f"blocks.{block}.conv1": at_most for block in range(12)}
 
 
-# ---------------------------------------------------------------- our own: a budget, and nothing to tune
-
-
 def _budgets() -> Iterable[Recipe]:
-    """A constraint on what is kept, the controller that sets itself, a projection onto the target and a fine-tune."""
+    """Our own, nothing to tune: a bound on what is kept, a controller that sets itself, projection and fine-tune."""
     what = {"name": "budget-mlp", "network": "lenet300", "data": "mnist", "placement": "per_layer"}
     target = {"cost": "params", "at_most": 0.1, "on": "kept", "dual": "auto", "target_warmup": 0.5}
     steps = {"drop_rates": {"*": 0.2}, "lr": 1e-3, "gate_lr": 1e-2, "batch": 128, "epochs": 40}

@@ -14,8 +14,6 @@ from typing import Annotated, Any, Literal, Union, final, get_args, get_origin
 from ellzero.experiments import networks
 from ellzero.experiments.data import KNOWN
 
-# ---------------------------------------------------------------- what a field is made of
-
 
 @final
 @dataclass(frozen=True)
@@ -70,9 +68,6 @@ class Described:
         self.is_word = members[0] is str or get_origin(members[0]) is Literal
         self.required = field.default is MISSING and field.default_factory is MISSING
         self.default = field.default if field.default_factory is MISSING else field.default_factory()
-
-
-# ---------------------------------------------------------------- the check of a value
 
 
 def checked(hint: Any, name: str, value: Any) -> Any:

@@ -10,14 +10,13 @@ from typing import cast
 import numpy as np
 import torch
 
-from ellzero import gates
 from ellzero.experiments.train import evaluation
 from ellzero.experiments.train.building import COSTS
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
-from ellzero.out import shrinking
-from ellzero.out.finalization import finalize, revive
+from ellzero.out import settling, shrinking
+from ellzero.out.finalization import finalize
 
 
 def after_epoch(trainer: Trainer) -> None:
@@ -45,25 +44,12 @@ def shrink(trainer: Trainer) -> None:
 
 
 def settle(trainer: Trainer) -> None:
-    """Ends the gates' learning on the way: keeps what fits the targets, and trains it on as a plain small network.
-
-    Units are closed, or opened, until the kept cost is just within its target, and at least one of each placement is
-    open; gates that are open are folded into the weights, what is closed is taken out. The rest of the budget would be
-    error for nothing, and so would noise in a network that is small already. Notes it as `event`.
+    """Ends the gates' learning on the way (`out.settling`), takes out what is closed, and trains the rest on as a plain
+    small network; notes it as `event`.
     """
     gated, r = trainer.gated, trainer.recipe
     learned = trainer.runs.evaluate(Objective.watched, values=trainer.values())[0].tolist()  # all that the gates have
-    if r.at_most is None:
-        revive(gated)
-    else:
-        finalize(gated, r.at_most, COSTS[r.cost], fill=True)
-    with torch.no_grad():
-        members = dict(gated.model.named_parameters())
-        for name, weight in gated.gated_weights(gates.values([gate for _, gate in gated.named_gates()])).items():
-            members[name].copy_(weight)
-        for _, gate in gated.named_gates():
-            gate.close_(~gate.open())  # for good: what is expected is then what is kept
-            gate.open_(gate.open(), wide=True)
+    settling.settle(gated, {} if r.at_most is None else {COSTS[r.cost]: r.at_most})
     plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), trainer.policy.multiple)
     before = {kind: dict(zip(COSTS, c, strict=True)) for kind, c in zip(("expected", "kept"), learned, strict=True)}
     trainer.event = {**shrinking.event(gated, plan), **before, "skipped": False, "settled": True}
