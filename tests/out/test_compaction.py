@@ -452,7 +452,7 @@ def test_concatenation_and_split_into_uneven_parts() -> None:
     gated, _ = exact(model, args, readers, {"a": [1], "b": [0, 2]})
     reasons = {a.name: a.frozen for a in gated.axes}
     # `split([3, 5])` is a literal of the user's forward: it asks for eight channels whatever is left.
-    assert "does not run with a unit of it removed" in str(reasons["mix"])
+    assert "cuts along it let no part of its units go" in str(reasons["mix"])
 
 
 def test_even_split_that_follows_what_is_left() -> None:
@@ -607,7 +607,7 @@ def test_what_survives_the_loss_of_two_units_and_not_of_three_is_frozen() -> Non
     model = net(forward, qkv=nn.Linear(4, 12), out=nn.Linear(4, 2)).double()
     found = {a.name: a.frozen for a in l0.graph.trace(model, images(2, 5, 4)).axes}
     assert found["qkv"] is None  # the values, by the trace alone
-    with pytest.raises(ValueError, match="with a unit of it removed"):
+    with pytest.raises(ValueError, match="let no part of its units go"):  # queries and keys cannot, so values neither
         l0.attach(model, images(2, 5, 4))
 
 
@@ -704,7 +704,7 @@ class _Literal(LeNet):
 
 def test_literal_slice() -> None:
     cut = net(lambda m, x: m.b(m.a(x)[:, :4]), a=nn.Linear(4, 6), b=nn.Linear(4, 3))
-    assert "with a unit of it removed" in frozen(cut, images(2, 4), "a")
+    assert "let no part of its units go" in frozen(cut, images(2, 4), "a")  # the last two are not read
     whole = net(lambda m, x: m.b(m.a(x)[:, :6]), a=nn.Linear(4, 6), b=nn.Linear(6, 3))  # asks for no more than there is
     exact(whole, images(2, 4), {"a": {"b": same}}, {"a": [0, 3]})
 

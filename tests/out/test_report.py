@@ -256,7 +256,7 @@ def test_json_is_the_fields_and_nothing_else(lenet_report: tuple[l0.Gated, l0.ou
     data = json.loads(report.json())
     assert list(data) == [
         *("format", "format_version", "model", "axes", "inputs", "gates", "params", "macs", "l0_norm"),
-        *("unreached", "refusal", "speed"),
+        *("unreached", "turns", "refusal", "speed"),
     ]
     assert (data.pop("format"), data.pop("format_version")) == ("ellzero.report", 1)
     assert data == json.loads(json.dumps(asdict(report)))

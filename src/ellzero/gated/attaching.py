@@ -5,7 +5,9 @@ This file does not know what gates do in a forward (`module.py`), nor what an op
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Never
@@ -18,8 +20,9 @@ from ellzero.gated.placements import Placement, Where, per_layer, shrinkable
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.axes import Axis, Graph
+from ellzero.graph.calls import turns
 from ellzero.graph.rehearsal import proven
-from ellzero.graph.tracing import Inputs, as_inputs, trace
+from ellzero.graph.tracing import Inputs, as_inputs, shapes, trace
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
@@ -83,6 +86,9 @@ def attach(
         stream, left_out = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)", "`where` leaves it out"
         reasons = "; ".join(f"`{a.name}`: {a.frozen or (stream if a.stream else left_out)}" for a in graph.axes)
         raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
+    if graph.turns:
+        what = "the model takes another way than with the example, which is the only one that was looked at"
+        warnings.warn(f"with {' and with '.join(graph.turns)} {what}", stacklevel=2)
     return Gated(model, graph, placements, [_make(gate, p) for p in placements], inputs)
 
 
@@ -90,11 +96,11 @@ def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):  # running the model here must not change what a seeded run draws later
         graph = trace(model, inputs[1] or inputs[0], limit=limit) if axes is None else _by_hand(model, axes)
-        return proven(model, graph, inputs)
+        return replace(proven(model, graph, inputs), turns=turns(model, inputs) if axes is None else ())
 
 
 def _fitting(graph: Graph, model: nn.Module, axes: Sequence[Axis] | None) -> Graph:
-    if axes is not None or graph.shapes != _shapes(model):
+    if axes is not None or graph.shapes != shapes(model):
         raise ValueError("`graph` must be of a network with the tensors of `model`, and `axes` absent beside it")
     return graph
 
@@ -131,11 +137,7 @@ def _by_hand(model: nn.Module, axes: Sequence[Axis]) -> Graph:
                 raise ValueError(
                     f"`axes` has units of shape {site.units.shape} for `{site.tensor}`, which is {shape} at {site.dims}"
                 )
-    return Graph(tuple(axes), _shapes(model), parameters=tuple(n for n, _ in model.named_parameters()))
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(t.shape) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    return Graph(tuple(axes), shapes(model), parameters=tuple(n for n, _ in model.named_parameters()))
 
 
 def _refuse_sharded(model: nn.Module) -> None:

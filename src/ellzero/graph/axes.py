@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]  # of units, of atoms, of gates
 Role = Literal["reads", "writes", "rides"]
+Layout = tuple[tuple[int, ...], dict[tuple[int, ...], Numbers]]  # a tensor's shape, and the units along its dimensions
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +86,25 @@ class Product:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of the traced forward: which steps feed it, and which weights it reads its input with."""
+    """One operation of the traced forward.
+
+    Args:
+        inputs: the steps that feed it.
+        reads: the weights that it reads its input with.
+        is_input: whether it is an input of the model.
+        is_output: whether it is what the model returns.
+        op: its name.
+        numbers: what it is told beside tensors, but for sizes and places: these show in what it makes.
+        made: where units lie in what it makes.
+    """
 
     inputs: tuple[int, ...]
     reads: tuple[str, ...] = ()
     is_input: bool = False
     is_output: bool = False
+    op: str = ""
+    numbers: tuple[Any, ...] = ()
+    made: tuple[Layout, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +115,16 @@ class Graph:
         axes: every axis, frozen ones included.
         shapes: shape of every parameter and buffer.
         products: the multiplications, for MACs; `None` if the axes were given by hand and nothing was traced.
-        balances: for each grouped convolution and side, unit numbers of shape (groups, channels per group): as many
-            channels must be kept in each group.
+        balances: unit numbers of shape (parts, units per part), for the groups of a convolution and for what a forward
+            cuts into equal parts: as many units must be kept in each part.
         steps: the forward as a graph, to ask whether a path remains when an axis is fully closed.
         unreached: parameters and buffers that the example input does not reach. They are kept as they are.
         in_own_module: weights that are only ever used by the forward of the layer that owns them, so that the layer
             can be given fewer inputs, or be replaced.
         parameters: names of the tensors that are parameters, not buffers.
         two_faced: parameters that one operation reads with and another writes with, which no gate may multiply.
+        placed: for each unit, whether the forward looks for it at its place, as a slice does.
+        turns: what makes the forward take another way than the traced one, in words.
     """
 
     axes: tuple[Axis, ...]
@@ -120,6 +136,8 @@ class Graph:
     in_own_module: frozenset[str] = frozenset()
     parameters: tuple[str, ...] = ()
     two_faced: frozenset[str] = frozenset()
+    placed: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    turns: tuple[str, ...] = ()
 
     @property
     def offsets(self) -> list[int]:

@@ -8,52 +8,78 @@ comes out is compared with the copy whose reading weights are set to zero at tho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers
-from ellzero.graph.plan import ClosedAxisError, Mask, make_plan
+from ellzero.graph.calls import Calls
+from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
+from ellzero.graph.retracing import strays
 from ellzero.graph.tracing import Inputs, batch_size, first_line, run
+
+UNSEEN = "the example input does not show whether the output depends on it"
+Together = tuple[int, ...]  # axes of which as many units must stay, by number
 
 
 def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     """The graph with every axis frozen whose units cannot be removed, and `can_vanish` where whole layers can be."""
     bench = _Bench(model, graph, inputs)
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
-    reasons = dict.fromkeys(bench.unseen(free), "the example input does not show whether the output depends on it")
-    free = [k for k in free if k not in reasons]
-    good = _sift([k for k in free if graph.axes[k].size > 1], [], bench.survives_parts, reasons)
-    axes = list(graph.axes)
-    for k, reason in reasons.items():
-        axes[k] = replace(axes[k], frozen=reason)
-    bench.graph = graph = replace(graph, axes=tuple(axes))
-    lone = [k for k in free if graph.axes[k].size == 1]
-    whole = [k for k in good + lone if bench.could_vanish(k)]
-    vanishing = _sift(whole, [], bench.survives_vanishing, {})
-    # Two branches that cannot both go may each go alone.
-    vanishing += [k for k in whole if k not in vanishing and bench.survives_vanishing([k]) is None]
-    for k in vanishing:
+    reasons = dict.fromkeys(bench.unseen(free), UNSEEN)
+    sets = _together(graph, [k for k in free if k not in reasons])
+    good = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
+    good = _sift(good, [], bench.keeps_its_way, reasons)
+    axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
+    lone = [s for s in sets if all(graph.axes[k].size == 1 for k in s)]
+    bench.graph = replace(graph, axes=tuple(axes))
+    vanishing = []
+    for layers in (False, True):  # apart: where no layer goes, the ways of the two networks can be compared
+        whole = [s for s in good + lone if bench.closes(s) is layers]
+        vanishing += _sift(whole, [], bench.survives_vanishing, {})
+        # Two branches that cannot both go may each go alone.
+        vanishing += [s for s in whole if s not in vanishing and bench.survives_vanishing(s) is None]
+    for k in (k for s in _sift(vanishing, [], bench.survives_some_vanishing, {}) for k in s):
         axes[k] = replace(axes[k], can_vanish=True)
-    return replace(graph, axes=tuple(axes))
+    matters = np.repeat([a.frozen is None for a in axes] + [False], [a.size for a in axes] + [1])  # the last: unit -1
+    balances = tuple(b for b in graph.balances if matters[b].any())
+    steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
+    return replace(graph, axes=tuple(axes), balances=balances, steps=steps)
+
+
+def _together(graph: Graph, axes: Sequence[int]) -> list[Together]:
+    """The axes in sets that balances hold together: none of a set can shrink where another one cannot."""
+    of_unit = np.append(np.repeat(np.arange(len(graph.axes)), [a.size for a in graph.axes]), -1)
+    sets = [{k} for k in axes]
+    for balance in graph.balances:
+        held = set(np.unique(of_unit[balance]).tolist())
+        touched = [s for s in sets if s & held]
+        sets = [s for s in sets if not s & held] + ([set.union(*touched)] if touched else [])
+    return sorted(tuple(sorted(s)) for s in sets)
 
 
 def _sift(
-    new: Sequence[int], good: list[int], test: Callable[[Sequence[int]], str | None], reasons: dict[int, str]
-) -> list[int]:
+    new: Sequence[Together],
+    good: list[Together],
+    test: Callable[[Sequence[int]], str | None],
+    reasons: dict[int, str],
+) -> list[Together]:
     """As many of `new` as pass the test together with `good`, by halving: few trials where few fail."""
     if not new:
         return good
-    failure = test([*good, *new])
+    failure = test([k for s in (*good, *new) for k in s])
     if failure is None:
         return [*good, *new]
     if len(new) == 1:
-        reasons[new[0]] = failure
+        reasons.update(dict.fromkeys(new[0], failure))
         return good
     middle = len(new) // 2
     return _sift(new[middle:], _sift(new[:middle], good, test, reasons), test, reasons)
@@ -67,16 +93,17 @@ class _Bench:
 
     def __init__(self, model: nn.Module, graph: Graph, inputs: Inputs) -> None:
         self.graph = graph
-        self.original = model
+        self.original, self.inputs = model, inputs
         self.scenes: list[Scene] = []
+        self.tolerance = 1e-9
         few = _first_examples(inputs, 2)
         # The model may cast to a dtype of its own, take no other batch, or no other numbers: the first that it takes.
         self.dtype: torch.dtype | None
-        for self.dtype, self.tolerance in ((torch.float64, 1e-9), (None, 1e-3)):
+        for self.dtype in (torch.float64, None):
             for self.base in (few, inputs):
                 if self._sets(stirred(self.base)) or self._sets(self.base):
                     return
-        self.scenes = [(copy.deepcopy(model).eval(), inputs)]
+        self.scenes, self.tolerance = [(copy.deepcopy(model).eval(), inputs)], 1e-3
 
     def _sets(self, inputs: Inputs, seed: int = 0) -> bool:
         """Adds a scene, a disturbed copy of the model and an input, if it runs and gives finite numbers."""
@@ -88,11 +115,13 @@ class _Bench:
         _disturb(model, seed)
         scene: Scene = (model, inputs)
         try:
-            fine = all(bool(t.isfinite().all()) for t in _outputs(*scene))
+            outputs, tolerance = watched(*scene, fine=1e-9)
         except Exception:
             return False
+        fine = all(bool(t.isfinite().all()) for t in outputs)
         if fine:
             self.scenes.append(scene)
+            self.tolerance = max(self.tolerance, tolerance)
         return fine
 
     def unseen(self, axes: Sequence[int]) -> list[int]:
@@ -139,47 +168,93 @@ class _Bench:
         span = self.span(axis)
         if any(span.start <= unit < span.stop for unit in moved):
             return True
-        masked = _outputs(model, inputs, masked_weights(model, self.graph, self.without([axis])))
-        return not all(torch.equal(a, b) for a, b in zip(_outputs(model, inputs), masked, strict=True))
+        masked = outputs(model, inputs, masked_weights(model, self.graph, self.without([axis])))
+        return not all(torch.equal(a, b) for a, b in zip(outputs(model, inputs), masked, strict=True))
 
     def survives_parts(self, axes: Sequence[int]) -> str | None:
-        """Removes one unit of each axis, a random half, all but one: None, or a sentence that says how it went wrong.
+        """Removes one unit of each axis, a random half, all but one, as many as it comes: None, or how it went wrong.
 
-        All three: `chunk(3)` of 3·n entries still cuts at n when one or two are gone, and elsewhere when three are.
+        All of them: `chunk(3)` of 3·n entries still cuts at n when one or two are gone, and elsewhere when three are.
         """
-        failures = (self.survives(self.alive(axes, much), axes) for much in ("one", "half", "most"))
-        return next((failure for failure in failures if failure is not None), None)
+        axes = [k for k in axes if self.graph.axes[k].size > 1]
+        for much in ("one", "half", "most"):
+            plan = make_plan(self.graph, self.alive(axes, much), refuse=False)
+            if any(plan.units[self.span(k)].all() for k in axes):  # all came back, and nothing was tried
+                return "groups and cuts along it let no part of its units go"
+            if (failure := self.survives(plan)) is not None:
+                return failure
+        uneven = (make_plan(self.graph, self.uneven(axes, seed), refuse=False) for seed in range(2))
+        return next(filter(None, map(self.survives, uneven)), None)
 
-    def could_vanish(self, axis: int) -> bool:
+    def keeps_its_way(self, axes: Sequence[int]) -> str | None:
+        return self.follows(make_plan(self.graph, self.alive(axes, "half"), refuse=False), axes)
+
+    def follows(self, plan: Plan, axes: Sequence[int]) -> str | None:
+        """Whether all units that are left are where they are looked for. A trace tells, and it is dear."""
+        if not any(self.graph.placed[self.span(k)].any() for k in axes):
+            return None
+        small = copy.deepcopy(self.original)
+        plan.apply(small)
+        with seeded(small):
+            return strays(self.graph, plan, small, self.inputs)
+
+    def closes(self, axes: Sequence[int]) -> bool | None:
+        """Whether layers go with all units of these axes; None if nothing carries on without them."""
         try:
-            make_plan(self.graph, self.without([axis]))
+            return bool(make_plan(self._vanishing(axes), self.without(axes)).closed)
         except ClosedAxisError:
-            return False
-        return True
+            return None
 
     def survives_vanishing(self, axes: Sequence[int]) -> str | None:
-        trial = list(self.graph.axes)
-        for k in axes:
-            trial[k] = replace(trial[k], can_vanish=True)
-        return self.survives(self.without(axes), axes, replace(self.graph, axes=tuple(trial)))
-
-    def survives(self, alive: Mask, axes: Sequence[int], graph: Graph | None = None) -> str | None:
         try:
-            plan = make_plan(graph or self.graph, alive)
+            plan = make_plan(self._vanishing(axes), self.without(axes))
         except ClosedAxisError as error:
             return str(error)
-        if any(plan.units[self.span(k)].all() for k in axes):  # all came back, and nothing was tried
-            return "the groups of the convolutions on it let no part of its units go"
+        failure = self.survives(plan)
+        return failure if failure or plan.closed else self.follows(plan, axes)
+
+    def survives_some_vanishing(self, axes: Sequence[int]) -> str | None:
+        """Some of the axes go as a whole, and of all others as many units as it comes."""
+        graph, free = self._vanishing(axes), [k for k, a in enumerate(self.graph.axes) if a.frozen is None]
+        for seed in range(3):
+            gone = np.random.default_rng(seed).random(len(axes)) < 0.5
+            alive = self.uneven(free, seed) & self.without([k for k, away in zip(axes, gone, strict=True) if away])
+            try:
+                failure = self.survives(make_plan(graph, alive))
+            except ClosedAxisError:  # refused, then as now
+                continue
+            if failure is not None:
+                return failure
+        return None
+
+    def _vanishing(self, axes: Sequence[int]) -> Graph:
+        changed = (replace(a, can_vanish=k in axes) for k, a in enumerate(self.graph.axes))
+        return replace(self.graph, axes=tuple(changed))
+
+    def survives(self, plan: Plan) -> str | None:
         for model, inputs in self.scenes:
-            masked = _outputs(model, inputs, masked_weights(model, self.graph, plan.units))
+            weights = masked_weights(model, self.graph, plan.units)
+            with Calls() as usual:
+                masked = outputs(model, inputs, weights)
             small = copy.deepcopy(model)
             try:
                 plan.apply(small)
-                removed = _outputs(small, inputs)
+                with Calls() as calls:
+                    removed = outputs(small, inputs)
             except Exception as error:
                 return f"the model does not run with a unit of it removed ({first_line(error)})"
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed"
+            if usual.made != calls.made and not plan.closed:
+                (was, before), (name, now) = next(
+                    (a, b) for a, b in zip_longest(usual.made, calls.made, fillvalue=("nothing", [])) if a != b
+                )
+                what = (
+                    f"`{name}` gets {now} instead of {before}"
+                    if name == was
+                    else f"it calls `{name}` instead of `{was}`"
+                )
+                return f"the model does something else with a unit of it removed: {what}"
         return None
 
     def without(self, axes: Sequence[int]) -> Mask:
@@ -204,6 +279,17 @@ class _Bench:
                 # Another place in each cell: what asks for the same place in all of them must not pass.
                 order = np.roll(cell, -number) if much == "one" else random.permutation(cell)
                 alive[order[: len(cell) // parts * taken]] = False
+        return alive
+
+    def uneven(self, axes: Sequence[int], seed: int) -> Mask:
+        """Without as many units of each axis as it comes, but for one."""
+        random = np.random.default_rng(seed)
+        alive = self.without([])
+        for k in axes:
+            span = self.span(k)
+            alive[
+                random.permutation(np.arange(span.start, span.stop))[1:][: random.integers(span.stop - span.start)]
+            ] = False
         return alive
 
     def _cells(self, axis: int) -> list[Numbers]:
@@ -251,13 +337,40 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
     return True
 
 
-def _outputs(model: nn.Module, inputs: Inputs, weights: dict[str, Tensor] | None = None) -> list[Tensor]:
-    """The tensors that come out, without a trace in torch's random state."""
+@contextmanager
+def seeded(model: nn.Module) -> Iterator[None]:
+    """Without gradients, and with the same random numbers at every call, of which torch's own state shows no trace."""
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
     with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
         torch.manual_seed(0)
-        out = run(model, inputs, weights)
-    return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        yield
+
+
+def outputs(model: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+    """The tensors that come out."""
+    with seeded(model):
+        return [t for t in tree_leaves(run(model, inputs, weights)) if isinstance(t, Tensor)]
+
+
+def watched(
+    model: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None, *, fine: float
+) -> tuple[list[Tensor], float]:
+    """The tensors that come out, and how closely they can be compared: `fine`, or less where the model casts."""
+    with _Coarsest() as coarsest:
+        out = outputs(model, inputs, weights)
+    return out, fine if coarsest.eps < 1e-15 else min(0.05, 2**13 * coarsest.eps)
+
+
+class _Coarsest(TorchDispatchMode):
+    """Notes the coarsest floating-point numbers that a forward goes through."""
+
+    eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kinds = (t.dtype for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point())
+        self.eps = max(self.eps, *(torch.finfo(kind).eps for kind in kinds), 0.0)
+        return out
 
 
 def _disturb(model: nn.Module, seed: int) -> None:

@@ -25,10 +25,13 @@ class Select(nn.Module):
         return x.index_select(self.dim, self.index)
 
 
-def select_first(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The forward pre-hook of a layer with a `Select`."""
+def select_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The forward pre-hook of a layer with a `Select`, whether its input comes by place or by keyword."""
     select: Any = module.select
-    return (select(args[0]), *args[1:])
+    if args:
+        return (select(args[0]), *args[1:]), kwargs
+    (name, x), *rest = kwargs.items()
+    return (), {name: select(x), **dict(rest)}
 
 
 def put_select(layer: nn.Module, index: Tensor) -> None:
@@ -36,7 +39,7 @@ def put_select(layer: nn.Module, index: Tensor) -> None:
     weight: Any = layer.weight
     dim = -1 if isinstance(layer, nn.Linear) else 1 - weight.ndim
     layer.add_module("select", Select(index.to(weight.device), dim))
-    layer.register_forward_pre_hook(select_first)
+    layer.register_forward_pre_hook(select_first, with_kwargs=True)
 
 
 @final
@@ -59,13 +62,13 @@ class Closed(nn.Module):
             reach = [d * (k - 1) + 1 for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
             self.window = list(zip(pads, reach, conv.stride, strict=True))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # named as in the layers that it replaces
         if self.window is None:
-            out = x.new_zeros((*x.shape[:-1], self.outputs))
+            out = input.new_zeros((*input.shape[:-1], self.outputs))
             return out if self.bias is None else out + self.bias
         n = len(self.window)
-        space = [(s + p - r) // t + 1 for s, (p, r, t) in zip(x.shape[-n:], self.window, strict=True)]
-        out = x.new_zeros((*x.shape[: -n - 1], self.outputs, *space))
+        space = [(s + p - r) // t + 1 for s, (p, r, t) in zip(input.shape[-n:], self.window, strict=True)]
+        out = input.new_zeros((*input.shape[: -n - 1], self.outputs, *space))
         return out if self.bias is None else out + self.bias.reshape(-1, *[1] * n)
 
 

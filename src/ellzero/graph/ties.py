@@ -30,6 +30,7 @@ class Ties:
     roles: dict[str, list[Numbers]] = field(default_factory=lambda: defaultdict(list))
     streams: list[Numbers] = field(default_factory=list)
     balances: list[Numbers] = field(default_factory=list)
+    placed: list[Numbers] = field(default_factory=list)
     tables: dict[tuple[str, tuple[int, ...], Role], Numbers] = field(default_factory=dict)
     ignored: list[Numbers] = field(default_factory=list)
     in_own_module: dict[str, bool] = field(default_factory=dict)
@@ -121,16 +122,25 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
     def numbered(atoms: Numbers | None) -> Numbers | None:
         return None if atoms is None else unit[root[atoms]]
 
+    def laid(step: Step) -> Step:
+        made = ((shape, {dims: unit[root[atoms]] for dims, atoms in carried.items()}) for shape, carried in step.made)
+        return replace(step, made=tuple(made))
+
+    balances = {(b.shape, b.tobytes()): b for b in (unit[root[atoms]] for atoms in ties.balances)}
     return Graph(
         axes=tuple(_numbered_apart(axes)),
         shapes=dict(ties.shapes),
         products=tuple(Product(n, f, t, numbered(a), numbered(b)) for n, f, t, a, b in ties.products),
-        balances=tuple({(b.shape, b.tobytes()): b for b in (unit[root[atoms]] for atoms in ties.balances)}.values()),
-        steps=tuple(ties.steps),
+        # Parts with the same units in each, such as the halves of a gated linear unit, are always balanced.
+        balances=tuple(b for b in balances.values() if (np.sort(b, 1) != np.sort(b[:1], 1)).any()),
+        steps=tuple(map(laid, ties.steps)),
         unreached=tuple(t for t in ties.shapes if t not in ties.reached),
         in_own_module=frozenset(t for t, own in ties.in_own_module.items() if own),
         parameters=ties.parameters,
         two_faced=frozenset(finder.two_faced),
+        placed=np.isin(
+            np.arange(total), unit[root[np.concatenate([a.ravel() for a in ties.placed] or [np.zeros(0, int)])]]
+        ),
     )
 
 

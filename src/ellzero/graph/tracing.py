@@ -12,7 +12,7 @@ import operator
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,11 +23,12 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
-from ellzero.graph.rules import RULES, Call, tensors, unknown
+from ellzero.graph.rules import RULES, SIZED, Call, tensors, unknown
 from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_OF_DATA = object()  # stands for a number that only the data tells, such as `n.item()`
 
 
 class TraceError(ValueError):
@@ -88,12 +89,20 @@ def places(model: nn.Module) -> dict[str, list[str]]:
 
 
 def run(model: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """Calls the model, with other weights in place of its own if there are any (by their first names)."""
+    """Calls the model, with other weights in place of its own if there are any (by their first names).
+
+    It gets copies of the inputs: some models change theirs in place.
+    """
+    args, kwargs = tree_map(_copied, inputs)
     if weights is None:
-        return model(*inputs[0], **inputs[1])
+        return model(*args, **kwargs)
     where = places(model)
     everywhere = {place: weight for name, weight in weights.items() for place in where[name]}
-    return functional_call(model, everywhere, inputs[0], inputs[1], tie_weights=False)
+    return functional_call(model, everywhere, args, kwargs, tie_weights=False)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Graph:
@@ -121,20 +130,28 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
     except Exception as error:
         what = "`model` cannot be copied, and removals are tried out on a copy"
         raise TraceError(f"{what}: {first_line(error)}") from error
-    names = canonical_names(model)
-    owners = {name: name.rpartition(".")[0] for name in set(names.values())}
-    members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes = {name: tuple(t.shape) for name, t in members.items()}
-    ties = Ties(shapes, tuple(name for name, _ in model.named_parameters()))
-    with mode(model, False), torch.no_grad():
-        try:
+    ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
+    walk(model, ties, inputs, deadline)
+    walk(model, ties, _doubled(inputs), deadline, training=True)
+    return unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter and buffer."""
+    return {name: tuple(t.shape) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def walk(model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False) -> None:
+    """Lets the rules speak about one forward. Training is left out where the model has none, or takes no such batch."""
+    try:
+        # Not only to see that it runs: what a model caches is made here, and not of the fake tensors of an export.
+        with mode(model, training), torch.no_grad(), warnings.catch_warnings(action="ignore" if training else None):
             run(model, inputs)
-        except Exception as error:
+    except Exception as error:
+        if not training:
             raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
-    walk = _Walk(model, ties, names, time.monotonic() + limit)
-    walk.go(inputs, training=False)
-    walk.go(_doubled(inputs), training=True)
-    return unify(ties, owners)
+        return
+    _Walk(model, ties, canonical_names(model), deadline).go(inputs, training)
 
 
 def first_line(error: BaseException) -> str:
@@ -221,8 +238,12 @@ class _Walk:
         args = _bound(node, values)
         call = self._call(node, training, inputs)
         if call.op.startswith(("_assert", "sym_")) or not call.shapes:
-            return None
-        rule = RULES.get(call.op)
+            return _OF_DATA
+        rule, leaves = RULES.get(call.op), tree_leaves(args)
+        if call.op not in SIZED:
+            call.numbers = tuple(leaf for leaf in leaves if isinstance(leaf, int | float | str))
+        if any(leaf is _OF_DATA for leaf in leaves) or _of_data(call.shapes, tensors(args)):
+            rule = None
         result = rule(call, *args) if rule else unknown(call, tensors(args))
         for name in call.reads:
             owner = name.rpartition(".")[0]
@@ -231,7 +252,7 @@ class _Walk:
         for value in tensors(args):
             if value.source is not None and rule is None:
                 self.ties.in_own_module[value.source] = False
-        node.meta["ellzero_reads"] = call.reads
+        node.meta["ellzero"] = call
         several = isinstance(node.meta.get("val"), list | tuple)
         # Fresh objects: a rule may hand an argument back, and its place in the forward must not change.
         made = [replace(v) for v in (result if isinstance(result, list) else [result])]
@@ -259,7 +280,15 @@ class _Walk:
         if not training:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
             fed = tuple(self.index[n] for n in node.all_input_nodes)
-            self.ties.steps.append(Step(fed, node.meta.get("ellzero_reads", ()), is_input, node.op == "output"))
+            call = node.meta.get("ellzero") or Call(self.ties, str(node.target), "", [], 1)
+            laid = tuple((v.shape, dict(v.carried)) for v in made if node.op != "placeholder")
+            step = Step(fed, call.reads, is_input, node.op == "output", call.op, call.numbers, laid)
+            self.ties.steps.append(step)
+
+
+def _of_data(sizes: Sequence[tuple[Any, ...]], values: Sequence[Value]) -> bool:
+    """Whether a size is one that only the data tells."""
+    return any(not isinstance(n, int) for shape in (*sizes, *(v.shape for v in values)) for n in shape)
 
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -230,6 +230,8 @@ def reshape(ties: Ties, value: Value, shape: tuple[int, ...]) -> Value:
                 ties.freeze(atoms, "a reshape lays its only unit over other dimensions")
                 continue
             varying = ones[:1]
+        if len(varying) > 1:
+            ties.placed.append(atoms)
         pick = tuple(slice(None) if k in varying else 0 for k in range(laid.ndim))
         carried[tuple(new[k] for k in varying)] = np.ascontiguousarray(laid[pick])
     return replace(value, shape=shape, carried=carried)

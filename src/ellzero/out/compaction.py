@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ellzero import gates as gt
 from ellzero.gated.module import Gated
 from ellzero.graph.plan import Plan
-from ellzero.graph.rehearsal import agree, stirred
-from ellzero.graph.tracing import Inputs, run
+from ellzero.graph.rehearsal import agree, outputs, stirred, watched
+from ellzero.graph.tracing import Inputs, first_line
 
 TOLERANCE = 1e-12  # of the largest output, in float64
 
@@ -52,14 +52,15 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
     Args:
         gated: the network; it is left as it is.
         verify: run the example input, and the example with noise on it, through both in float64 and compare: max |Δ| at
-            most 1e-12 of the largest output (of 1e-4, if that is smaller).
+            most 1e-12 of the largest output (of 1e-4, if that is smaller). A model that casts is compared in its own
+            type, to that type's rounding; one that draws random numbers draws the same in both.
 
     Returns:
         The compact network, in the mode of `gated.model`.
 
     Raises:
         ClosedAxisError: an axis is closed as a whole and nothing carries on without it.
-        CompactionError: the outputs differ; the first layer that does is named.
+        CompactionError: the outputs differ, and the first layer that does is named; or one of the two does not run.
         ValueError: a gate's parameter is not finite.
 
     Example:
@@ -78,9 +79,9 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
     plan = gated.plan().beyond(gated.taken)
     with torch.no_grad():
         small = fold(gated)
-        plan.apply(small)
         if verify:
             _prove(gated, plan)
+        plan.apply(small)
     return small
 
 
@@ -107,27 +108,71 @@ def _with(model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
 
 def _prove(gated: Gated, plan: Plan) -> None:
     """Compares masked and removed on the example input and on a stirred one, in float64 so that rounding hides
-    nothing.
+    nothing; in the model's own type where it casts.
     """
-    model = copy.deepcopy(gated.model).double().eval()
-    inputs = fitted(gated.example_inputs, gated.tables["ends"].device, torch.float64)
-    z = [v.double() for v in _test_gates(gated)]
-    weights = gated.gated_weights(z, model)
-    small = _with(model, weights)
-    plan.apply(small)
-    for example in (inputs, stirred(inputs)):
-        expected = _tensors(run(model, example, weights))
-        if any(t.is_floating_point() and bool(t.isnan().any()) for t in expected):
-            if example is inputs:
-                raise CompactionError("the gated network's own output on the example input is not a number (NaN)")
-            continue
-        if not agree(expected, _tensors(run(small, example)), TOLERANCE):
-            layer = _first_difference(model, weights, small, plan, example)
+    try:
+        proof = _Proof(gated, plan, torch.float64)
+    except Exception:
+        try:
+            proof = _Proof(gated, plan, None)
+        except Exception as error:
+            what = "the gated network itself does not run on its example input, so that `compact` can prove nothing"
+            raise CompactionError(f"{what} ({first_line(error)}); `verify=False` leaves the proof out") from error
+    if any(t.is_floating_point() and bool(t.isnan().any()) for t in proof.expected):
+        raise CompactionError("the gated network's own output on the example input is not a number (NaN)")
+    proof.compare(proof.inputs, proof.expected)
+    stirred_inputs = stirred(proof.inputs)
+    try:
+        expected = outputs(proof.model, stirred_inputs, proof.weights)
+    except Exception:  # it does not take every number
+        return
+    if not any(t.is_floating_point() and bool(t.isnan().any()) for t in expected):
+        proof.compare(stirred_inputs, expected)
+
+
+class _Proof:
+    """The gated network and the compact one side by side, in one type of number."""
+
+    def __init__(self, gated: Gated, plan: Plan, dtype: torch.dtype | None) -> None:
+        self.plan = plan
+        self.model = copy.deepcopy(gated.model).eval()
+        z = _test_gates(gated)
+        if dtype is not None:
+            self.model, z = self.model.to(dtype), [v.to(dtype) for v in z]
+        self.inputs = fitted(gated.example_inputs, gated.tables["ends"].device, dtype)
+        self.weights = gated.gated_weights(z, self.model)
+        self.expected, self.tolerance = watched(self.model, self.inputs, self.weights, fine=TOLERANCE)
+
+    def compare(self, inputs: Inputs, expected: list[Tensor]) -> None:
+        try:
+            small = _with(self.model, self.weights)
+            self.plan.apply(small)
+            same = agree(expected, outputs(small, inputs), self.tolerance)
+        except Exception as error:
+            what = "the compact network does not run on the example input, so that its forward must ask for a size"
+            raise CompactionError(f"{what} that is gone ({first_line(error)})") from error
+        if not same:
+            layer = self._first_difference(small, inputs)
             raise CompactionError(f"the compact network differs from the gated one on the example, first at {layer}")
 
+    def _first_difference(self, small: nn.Module, inputs: Inputs) -> str:
+        """The first layer, in the order they run, whose surviving outputs differ."""
+        dense = _by_layer(self.model, inputs, self.weights)
+        for path, ours in _by_layer(small, inputs).items():
+            reference = dense.get(path)
+            rows = self.plan.rows.get(f"{path}.weight", {}).get(0)
+            if reference is not None and reference.shape != ours.shape and rows is not None:
+                dim = next((d for d in range(ours.ndim) if ours.shape[d] != reference.shape[d]), 0)
+                reference = reference.index_select(dim, torch.as_tensor(rows, device=reference.device))
+            # What has another shape here, and no rows of its own to say which, cannot be compared.
+            comparable = reference is not None and reference.shape == ours.shape
+            if reference is not None and comparable and not agree([reference], [ours], self.tolerance):
+                return f"`{path}`"
+        return "the output"
 
-def fitted(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """The same inputs on a device, with numbers of a type."""
+
+def fitted(inputs: Inputs, device: torch.device, dtype: torch.dtype | None) -> Inputs:
+    """The same inputs on a device, with numbers of a type, or of their own."""
 
     def fit(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -138,11 +183,7 @@ def fitted(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
     return out
 
 
-def _tensors(out: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-
-
-def _outputs(model: nn.Module, inputs: Inputs, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def _by_layer(model: nn.Module, inputs: Inputs, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """What each innermost layer gives out the first time it runs, in the order they run."""
     seen: dict[str, Tensor] = {}
 
@@ -152,25 +193,7 @@ def _outputs(model: nn.Module, inputs: Inputs, weights: dict[str, Tensor] | None
 
     layers = [(path, module) for path, module in model.named_modules() if not list(module.children())]
     hooks = [module.register_forward_hook(partial(note, path)) for path, module in layers]
-    run(model, inputs, weights)
+    outputs(model, inputs, weights)
     for hook in hooks:
         hook.remove()
     return seen
-
-
-def _first_difference(
-    model: nn.Module, weights: dict[str, Tensor], small: nn.Module, plan: Plan, inputs: Inputs
-) -> str:
-    """The first layer, in the order they run, whose surviving outputs differ."""
-    dense = _outputs(model, inputs, weights)
-    for path, ours in _outputs(small, inputs).items():
-        reference = dense.get(path)
-        rows = plan.rows.get(f"{path}.weight", {}).get(0)
-        if reference is not None and reference.shape != ours.shape and rows is not None:
-            dim = next((d for d in range(ours.ndim) if ours.shape[d] != reference.shape[d]), 0)
-            reference = reference.index_select(dim, torch.as_tensor(rows, device=reference.device))
-        # What has another shape here, and no rows of its own to say which, cannot be compared.
-        comparable = reference is not None and reference.shape == ours.shape
-        if reference is not None and comparable and not agree([reference], [ours], TOLERANCE):
-            return f"`{path}`"
-    return "the output"

@@ -93,6 +93,7 @@ class Report:
     macs: Count | None  #: multiply-accumulates for one example; `None` if the axes were given by hand
     l0_norm: Count  #: weights that are not zero, among those that gates count
     unreached: tuple[str, ...]  #: parameters that the example input does not reach, and that stay as they are
+    turns: tuple[str, ...]  #: what makes the forward take another way than with the example
     refusal: str | None  #: why `compact` would refuse the network as it is
     speed: Speed | None  #: if it was asked for and `compact` did not refuse
 
@@ -155,6 +156,8 @@ class Report:
             notes.append(f"Gates: {family}" + (f" on {', '.join(names)}" if len(families) > 1 else "") + ".")
         if self.unreached:
             notes.append(f"The example input does not reach {', '.join(self.unreached)}; they stay as they are.")
+        if self.turns:
+            notes.append(f"Only the example's way was looked at; with {', '.join(self.turns)} the model takes another.")
         if self.refusal is not None:
             notes.append(f"`compact` would refuse this network: {self.refusal}.")
         if (s := self.speed) is not None:
@@ -204,6 +207,7 @@ def report(gated: Gated, *, speed: bool = False) -> Report:
             macs=_total("MACs per example", macs, gated) if gated.graph.products is not None else None,
             l0_norm=_total("l0_norm", l0_norm, gated),
             unreached=tuple(name for name in gated.graph.unreached if name in gated.graph.parameters),
+            turns=gated.graph.turns,
             refusal=refusal,
             speed=_measured(gated) if speed and refusal is None else None,
         )

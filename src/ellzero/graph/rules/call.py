@@ -28,6 +28,7 @@ class Call:
     batch: int
     count_macs: bool = True
     reads: tuple[str, ...] = ()
+    numbers: tuple[Any, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,13 +74,15 @@ class Call:
 
 Rule = Callable[..., Value | list[Value]]
 RULES: dict[str, Rule] = {}
+SIZED: set[str] = set()  # operations that are told sizes and places, which follow the units that are there
 
 
-def couples(*ops: str) -> Callable[[Rule], Rule]:
+def couples(*ops: str, sized: bool = False) -> Callable[[Rule], Rule]:
     """Registers the rule of the ATen operations with these names (without overload and trailing underscore)."""
 
     def register(rule: Rule) -> Rule:
         RULES.update(dict.fromkeys(ops, rule))
+        SIZED.update(ops if sized else ())
         return rule
 
     return register

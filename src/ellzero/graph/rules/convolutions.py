@@ -14,13 +14,13 @@ from ellzero.graph.rules.call import Call, couples
 from ellzero.graph.values import Value
 
 
-@couples("conv1d", "conv2d", "conv3d", "convolution")
+@couples("conv1d", "conv2d", "conv3d", "convolution", sized=True)
 def convolution(call: Call, x: Value, weight: Value, bias: Value | None = None, *rest: Any) -> Value:
     groups = next((r for r in reversed(rest) if isinstance(r, int) and not isinstance(r, bool)), 1)
     return _convolve(call, x, weight, bias, groups, any(r is True for r in rest))
 
 
-@couples("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@couples("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", sized=True)
 def transposed_convolution(call: Call, x: Value, weight: Value, bias: Value | None = None, *rest: Any) -> Value:
     groups = next((r for r in rest if isinstance(r, int)), 1)  # stride, padding, output_padding are lists
     return _convolve(call, x, weight, bias, groups, True)

@@ -35,7 +35,7 @@ def layer_norm(call: Call, x: Value, over: Sequence[int], *rest: Any) -> Value:
     return replace(out, carried=values.without(call.ties, out, dims, call.mixes()), why=f"the output of {call.where}")
 
 
-@couples("group_norm")
+@couples("group_norm", sized=True)
 def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
     values.single(call.ties, x, 1)
     riders = [replace(v, shape=(*v.shape, *[1] * (x.ndim - 2))) for v in tensors(rest)]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 import numpy as np
 
 from ellzero.graph import values
-from ellzero.graph.rules.call import Call, axis, couples, unknown
+from ellzero.graph.rules.call import SIZED, Call, axis, couples, unknown
 from ellzero.graph.values import Value
 
 
-@couples("view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as", "_reshape_alias")
+@couples(
+    "view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as", "_reshape_alias", sized=True
+)
 def reshape(call: Call, x: Value, *_: Any) -> Value:
     return values.reshape(call.ties, x, call.shape)
 
@@ -48,7 +51,7 @@ def permutation(call: Call, x: Value, *args: Any) -> Value | list[Value]:
     return values.permute(x, order)
 
 
-@couples("slice", "narrow", "select")
+@couples("slice", "narrow", "select", sized=True)
 def part(
     call: Call, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1, *_: Any
 ) -> Value | list[Value]:
@@ -59,10 +62,29 @@ def part(
         return unknown(call, [x])
     index = np.arange(size)
     index = index[start : start + end] if call.op == "narrow" else index[start:end:step]  # type: ignore[operator]
+    group = x.group(dim)
+    if group is None or len(index) == size:
+        return values.take(x, dim, index)
+    if step == 1:
+        _cut(call, x, dim, [int(index[0]), int(index[-1]) + 1] if len(index) else [])
+    elif len(index) * step == size:  # every n-th: whole rows of n go, or stay
+        rows = values.solid(call.ties, x, dim).reshape(-1, step)
+        call.ties.tie(np.broadcast_to(rows[:, :1], rows.shape), rows)
+    else:
+        return unknown(call, [x], f"{call.where} picks units by their number")
+    call.ties.placed.append(x.carried[x.group(dim) or group])
     return values.take(x, dim, index)
 
 
-@couples("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split")
+def _cut(call: Call, x: Value, dim: int, places: Sequence[int]) -> None:
+    """A cut at a share of the size, such as its half, is at the same unit again if as many stay in each such part."""
+    atoms, part = x.carried.get((dim,)), gcd(x.shape[dim], *places)
+    if atoms is not None and part < len(atoms):
+        call.ties.balances.append(atoms.reshape(-1, part))
+
+
+@couples("chunk", "unsafe_chunk")
+@couples("split", "split_with_sizes", "tensor_split", "unsafe_split", sized=True)
 def parts(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
     if not x.ndim:
         return unknown(call, [x])
@@ -70,6 +92,9 @@ def parts(call: Call, x: Value, *rest: Any) -> list[Value] | Value:
     if dim is None:
         return [x]
     ends = np.cumsum([s[dim] for s in call.shapes])
+    _cut(call, x, dim, ends.tolist())
+    if call.op in SIZED or ends[0] * len(ends) != ends[-1]:  # `chunk` into equal parts is a share by itself
+        call.ties.placed.extend(atoms for dims, atoms in x.carried.items() if dim in dims)
     return [values.take(x, dim, np.arange(e - s[dim], e)) for e, s in zip(ends, call.shapes, strict=True)]
 
 
@@ -91,7 +116,7 @@ def stack(call: Call, parts: Sequence[Value], dim: int = 0, *_: Any) -> Value:
     return values.concat(call.ties, [values.insert(v, dim) for v in parts], dim, call.shape)
 
 
-@couples("expand", "expand_as", "broadcast_to")
+@couples("expand", "expand_as", "broadcast_to", sized=True)
 def expand(call: Call, x: Value, *_: Any) -> Value:
     return values.elementwise(call.ties, [x], call.shape)
 

@@ -1,0 +1,75 @@
+"""Whether a network with units removed goes on doing what the whole one does, operation by operation.
+
+A forward is Python and may look at sizes: `x[:, :8]`, `x / x.shape[1]`, `if x.shape[1] > 8`. The example may hide what
+comes of it, behind a `where`, an `argmax` or a `clamp` that does not act. So the small network is traced as the whole
+one was, and the two are compared step by step: the same operations, told the same numbers, on the units that are left.
+This file looks at no number that flows through a network.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import zip_longest
+from math import prod
+
+import numpy as np
+import torch
+from torch import nn
+
+from ellzero.graph.axes import Graph, Layout, Numbers, Step
+from ellzero.graph.plan import Mask, Plan
+from ellzero.graph.ties import Ties, classes
+from ellzero.graph.tracing import Inputs, TraceError, shapes, walk
+
+_NONE = Step(())
+
+
+def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs) -> str | None:
+    """How the forward of `small`, on which `plan` was carried out, departs from the traced one; None if it does not."""
+    ties = Ties(shapes(small), graph.parameters)
+    try:
+        walk(small, ties, inputs, time.monotonic() + 600)
+    except TraceError as error:
+        return f"the model cannot be traced with a unit of it removed ({error})"
+    units = _units(graph, plan, ties)
+    if units is None:
+        return "other units of it meet with a unit of it removed"
+    for whole, left in zip_longest(graph.steps, ties.steps, fillvalue=_NONE):
+        if whole.op != left.op:
+            return f"the model takes another path with a unit of it removed (`{left.op}` instead of `{whole.op}`)"
+        if whole.numbers != left.numbers:
+            return f"`{whole.op}` gets another number with a unit of it removed ({whole.numbers} become {left.numbers})"
+        if not all(_same(a, b, plan.units, units) for a, b in zip_longest(whole.made, left.made)):
+            return f"`{whole.op}` takes other units with a unit of it removed: it looks at places, not at shares"
+    return None
+
+
+def _units(graph: Graph, plan: Plan, ties: Ties) -> Numbers | None:
+    """For each atom of the small network its unit in the whole one, or -1. None where it ties units that are two."""
+    known = np.full(ties.count, -1)
+    for name, dim in ties.first:
+        if (dim,) in graph.units.get(name, {}):
+            left = plan.rows.get(name, {}).get(dim, slice(None))
+            known[ties.atoms(name, dim)] = graph.units[name][(dim,)][left]
+    for (name, dims, _), atoms in ties.tables.items():
+        known[atoms] = plan.slice(name, torch.as_tensor(graph.units[name][dims])).numpy()
+    root = classes(ties.count, ties.pairs)
+    unit = np.full(ties.count, -1)
+    np.maximum.at(unit, root, known)
+    return unit[root] if ((known < 0) | (known == unit[root])).all() else None
+
+
+def _same(whole: Layout | None, left: Layout | None, kept: Mask, units: Numbers) -> bool:
+    """Whether what is left of a tensor has the units that stay, in their order, and all else."""
+    if whole is None or left is None or len(whole[0]) != len(left[0]):
+        return False
+    (shape, carried), (sizes, there) = whole, left
+    plain = [d for d in range(len(shape)) if not any(d in dims for dims in carried)]
+    for dims, numbers in carried.items():
+        stays = numbers[kept[numbers] | (numbers < 0)]
+        if prod(sizes[d] for d in dims) != len(stays):
+            return False
+        # With a single unit left, a reshape may see no units in a dimension where it saw some.
+        if dims in there and not np.array_equal(units[there[dims]].ravel(), stays):
+            return False
+    return all(shape[d] == sizes[d] for d in plain)

@@ -1,0 +1,259 @@
+"""Exact, or refused at `attach`: what the example hides, what would only fail after training, what is the user's.
+
+The oracle is the gated network itself on inputs that `attach` has not seen; MACs are torch's own count.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ellzero as l0
+from ellzero.out.compaction import CompactionError
+from support.oracles import assert_same, counted_macs, numel, set_gates, settled
+
+
+def net(forward: Callable[..., Tensor], **layers: nn.Module) -> nn.Module:
+    """A module with these layers and this forward."""
+    made = type("Net", (nn.Module,), {"forward": forward})()
+    for name, layer in layers.items():
+        made.add_module(name, layer)
+    return made
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def frozen(model: nn.Module, *example: Any) -> str:
+    """Why nothing of it can shrink."""
+    with pytest.raises(ValueError, match="nothing to gate") as error:
+        l0.attach(model, example)
+    return str(error.value)
+
+
+def exact(model: nn.Module, example: tuple[Any, ...], others: tuple[Any, ...], seed: int = 0, **attach: Any) -> Any:
+    """Closes some units of each placement, unlike many, and compares gated and compact on other inputs."""
+    gated = l0.attach(settled(model), example, **attach).eval()
+    random = np.random.default_rng(seed)
+    closed = {
+        n: random.permutation(g.shape.numel())[: random.integers(1, g.shape.numel())] for n, g in gated.named_gates()
+    }
+    set_gates(gated, closed)
+    small = l0.compact(gated)
+    assert numel(small) < numel(model)
+    with torch.no_grad():
+        assert_same(gated(*others), small(*others), 1e-11)
+    assert float(l0.params(gated, kept=True)) == numel(small)
+    macs = counted_macs(small, example) / example[0].shape[0]
+    assert float(l0.macs(gated, kept=True)) == pytest.approx(macs, rel=1e-12)
+    return small
+
+
+# ---------------------------------------------------------------- what the example hides
+
+
+def test_a_slice_whose_end_is_in_the_data_is_refused() -> None:
+    def forward(m: Any, x: Tensor, n: Tensor) -> Tensor:
+        end = n.item()
+        return F.linear(F.relu(m.a(x))[:, :end], m.o.weight[:, :end])
+
+    model = net(forward, a=nn.Linear(4, 16), o=nn.Linear(16, 3)).double()
+    assert "`slice`" in frozen(model, noise(2, 4), torch.tensor(16))
+
+
+HIDDEN = {
+    "where": lambda h, k: torch.where(k[:, None] > 0, h, torch.cat([h[:, :8].sin(), h[:, 8:]], 1)),
+    "clamp": lambda h, k: h.clamp(max=100.0 + h.shape[1]),
+    "scale": lambda h, k: torch.where(k[:, None] > 0, h, h / h.shape[1]),
+    "branch": lambda h, k: torch.where(k[:, None] > 0, h, h.sin() if h.shape[1] > 12 else h.cos()),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_what_the_example_hides_is_refused(kind: str) -> None:
+    """A literal, or the width itself, in a branch that the example does not take."""
+    model = net(lambda m, x, k: m.b(HIDDEN[kind](m.a(x), k)), a=nn.Linear(4, 16), b=nn.Linear(16, 3)).double()
+    assert "with a unit of it removed" in frozen(model, noise(2, 4), torch.ones(2, dtype=torch.long))
+
+
+def test_a_single_unit_whose_going_the_example_hides_stays() -> None:
+    """A shuffle written as views ties units in cycles, and there is one of length two: nothing like it is left."""
+
+    def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
+        h = m.a(x)
+        return m.b(torch.where(k[:, None] > 0, h, h.view(len(h), 2, -1).transpose(1, 2).reshape(len(h), -1)))
+
+    model = settled(net(forward, a=nn.Linear(4, 16), b=nn.Linear(16, 3)))
+    gated = l0.attach(model, (noise(2, 4), torch.ones(2, dtype=torch.long))).eval()
+    assert [(axis.name, axis.size) for axis in gated.axes if axis.frozen is None] == [("a#3", 1)]
+    set_gates(gated, {"a#3": [0]})
+    others = noise(3, 4, seed=2), torch.zeros(3, dtype=torch.long)
+    assert_same(gated(*others), l0.compact(gated)(*others))
+
+
+def test_a_literal_before_an_argmax_is_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        return m.b(torch.cat([h[:, :8] * 1.01, h[:, 8:]], 1)).argmax(1)
+
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model = net(forward, a=nn.Linear(4, 16), b=nn.Linear(16, 3)).double()
+        assert "`a`" in frozen(model, noise(2, 4, seed=seed))
+
+
+def test_a_share_of_the_width_behind_a_where_is_exact() -> None:
+    def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
+        h = m.a(x)
+        half = h.shape[1] // 2
+        return m.b(torch.where(k[:, None] > 0, h, torch.cat([h[:, :half].sin(), h[:, half:]], 1)))
+
+    model = net(forward, a=nn.Linear(4, 16), b=nn.Linear(16, 3))
+    seen, unseen = torch.ones(2, dtype=torch.long), torch.tensor([0, 1, 0])
+    exact(model, (noise(2, 4), seen), (noise(3, 4, seed=2), unseen))
+
+
+def test_a_way_that_depends_on_the_batch_or_an_integer_is_said() -> None:
+    def forward(m: Any, x: Tensor, n: int) -> Tensor:
+        h = m.a(x).relu() if n > 3 else m.a(x)
+        return m.b(h.sin() if len(x) == 1 else h)
+
+    model = net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3))
+    with pytest.warns(UserWarning, match="with a batch of 1 and with argument 2 = 3 the model takes another way"):
+        gated = l0.attach(model, (torch.zeros(2, 4), 4))
+    assert "with a batch of 1, argument 2 = 3 the model takes another" in str(l0.report(gated)).replace("\n", " ")
+
+
+# ---------------------------------------------------------------- what would fail after training
+
+
+def _chunked(m: Any, x: Tensor) -> Tensor:
+    a, b = m.a(x).chunk(2, 1)
+    return m.p(a) + m.q(b)
+
+
+def _halves(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.p(h[:, : h.shape[1] // 2]) + m.q(h[:, h.shape[1] // 2 :])
+
+
+def _strided(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.p(h[:, ::2]) + m.q(h[:, 1::2])
+
+
+@pytest.mark.parametrize("forward", [_chunked, _halves, _strided])
+def test_parts_with_readers_of_their_own_keep_as_many_units(forward: Any) -> None:
+    for seed in range(3):
+        model = net(forward, a=nn.Linear(4, 12), p=nn.Linear(6, 3), q=nn.Linear(6, 3))
+        exact(model, (noise(2, 4),), (noise(3, 4, seed=2),), seed)
+
+
+def test_the_block_of_yolov8_shrinks() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = list(m.cv1(x).chunk(2, 1))
+        y.append(y[-1] + F.silu(m.b(F.silu(m.a(y[-1])))))
+        return m.cv2(torch.cat(y, 1))
+
+    layers = {"cv1": nn.Conv2d(2, 12, 1), "a": nn.Conv2d(6, 5, 3, padding=1), "b": nn.Conv2d(5, 6, 3, padding=1)}
+    small = exact(
+        net(forward, **layers, cv2=nn.Conv2d(18, 3, 1)),
+        (noise(2, 2, 5, 5),),
+        (noise(3, 2, 5, 5, seed=2),),
+        seed=1,
+        where=l0.shrinkable(streams=True),
+    )
+    assert small.cv1.out_channels < 12
+
+
+CASTING = {
+    "a cast": lambda m, x: m.b(F.relu(m.a(x.float()))),
+    "a cast of the output": lambda m, x: m.b(F.relu(m.a(x))).float(),
+    "a cast inside": lambda m, x: m.b(F.relu(m.a(x)).to(torch.bfloat16).to(x.dtype)),
+    "one hot": lambda m, x: m.b(F.relu(m.a(F.one_hot(x.argmax(1), 4).float() + 0 * x.float()))),
+    "a random number": lambda m, x: m.b(F.relu(m.a(x))) + torch.randn(len(x), 3),
+    "a random latent": lambda m, x: m.b(F.relu(m.a(x + torch.rand(x.shape)))),
+}
+
+
+@pytest.mark.parametrize("kind", CASTING)
+def test_models_that_cast_or_draw_are_compacted(kind: str) -> None:
+    model = net(CASTING[kind], a=nn.Linear(4, 8), b=nn.Linear(8, 3))
+    settled(model).float()
+    gated = l0.attach(model, noise(2, 4).float()).eval()
+    set_gates(gated, {"a": [0, 3, 5]})
+    before = torch.get_rng_state()
+    small = l0.compact(gated)
+    assert torch.equal(before, torch.get_rng_state())
+    x = noise(3, 4, seed=2).float()
+    torch.manual_seed(0)
+    expected = gated(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(small(x), expected, rtol=1e-2 if kind == "a cast inside" else 1e-4, atol=1e-4)
+
+
+def test_a_layer_that_is_called_by_keyword() -> None:
+    model = net(lambda m, x: m.b(input=F.relu(m.a(input=x))), a=nn.Linear(6, 5), b=nn.Linear(5, 3))
+    small = exact(model, (noise(2, 6),), (noise(3, 6, seed=2),), where=l0.per_layer())
+    assert small.a.select.index.numel() == small.a.in_features < 6
+
+
+def test_what_goes_wrong_in_the_proof_says_what_it_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(lambda m, x: m.b(F.relu(m.a(x))), a=nn.Linear(4, 6), b=nn.Linear(6, 3))
+    gated = l0.attach(settled(model), noise(2, 4)).eval()
+    wrong = l0.graph.Plan(gated.plan().units, {"a.weight": {0: np.array([0, 1])}})
+    monkeypatch.setattr(type(gated), "plan", lambda self: wrong)
+    with pytest.raises(CompactionError, match=r"does not run on the example input.*RuntimeError"):
+        l0.compact(gated)
+    gated.example_inputs = ((noise(2, 5),), {})
+    with pytest.raises(CompactionError, match="the gated network itself does not run"):
+        l0.compact(gated)
+
+
+# ---------------------------------------------------------------- the user's things
+
+
+def test_attach_leaves_a_renormalised_embedding_alone() -> None:
+    model = net(
+        lambda m, i: m.b(F.relu(m.a(m.e(i)))), e=nn.Embedding(5, 4, max_norm=0.1), a=nn.Linear(4, 6), b=nn.Linear(6, 2)
+    )
+    before = copy.deepcopy(model.state_dict())
+    gated = l0.attach(model, torch.arange(5))
+    l0.compact(gated)
+    assert all(torch.equal(before[k], t) for k, t in model.state_dict().items())
+
+
+def test_attach_leaves_the_example_alone() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x += 1
+        return m.b(F.relu(m.a(x)))
+
+    x = torch.zeros(2, 4)
+    gated = l0.attach(net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3)), x)
+    l0.compact(gated)
+    assert torch.equal(x, torch.zeros(2, 4))
+    assert torch.equal(gated.example_inputs[0][0], x)
+
+
+@lru_cache
+def ramp(n: int, training: bool) -> Tensor:
+    return torch.linspace(0, 1, n)
+
+
+def test_attach_leaves_no_fake_tensor_in_a_cache() -> None:
+    ramp.cache_clear()
+    model = net(
+        lambda m, x: m.b(F.relu(m.a(x + ramp(len(x), m.training)[:, None]))), a=nn.Linear(4, 6), b=nn.Linear(6, 3)
+    )
+    l0.attach(model, torch.zeros(2, 4))
+    for n in (2, 4):
+        for training in (False, True):
+            assert type(ramp(n, training)) is Tensor
+            assert ramp(n, training)[-1] == 1

@@ -1,0 +1,44 @@
+"""Gates and compacts random networks, and prints how many came out exact, refused at `attach`, wrong, failed after it.
+
+    python tools/fuzz.py --count 500 --seed 0
+
+The networks and the oracle are in `tests/support/wild.py`. What was wrong or failed is printed with its seed.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+
+import torch  # noqa: E402
+
+from support.wild import judged  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100, help="how many networks (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first one (default: %(default)s)")
+    parser.add_argument("--show", action="store_true", help="say something about every network")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found: Counter[str] = Counter()
+    start = time.monotonic()
+    for seed in range(args.seed, args.seed + args.count):
+        outcome, about = judged(seed)
+        found[outcome] += 1
+        if args.show or outcome in ("wrong", "failed"):
+            print(f"{outcome}: {about}", flush=True)
+    names = {"exact": "exact", "refused": "refused at attach", "nothing left": "refused as nothing is left"}
+    names |= {"wrong": "wrong", "failed": "failed after attach"}
+    print(", ".join(f"{found[key]} {name}" for key, name in names.items()), end="; ")
+    print(f"{args.count} networks from seed {args.seed}, {time.monotonic() - start:.0f} s")
+    return 1 if found["wrong"] or found["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
