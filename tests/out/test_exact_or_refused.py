@@ -126,9 +126,9 @@ def test_a_way_that_depends_on_the_batch_or_an_integer_is_said() -> None:
         return m.b(h.sin() if len(x) == 1 else h)
 
     model = net(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 3))
-    with pytest.warns(UserWarning, match="with a batch of 1 and with argument 2 = 3 the model takes another way"):
+    with pytest.warns(UserWarning, match="with a batch of 1 and with 3 instead of 4 the model takes another way"):
         gated = l0.attach(model, (torch.zeros(2, 4), 4))
-    assert "with a batch of 1, argument 2 = 3 the model takes another" in str(l0.report(gated)).replace("\n", " ")
+    assert "with a batch of 1, 3 instead of 4 the model takes another" in str(l0.report(gated)).replace("\n", " ")
 
 
 # ---------------------------------------------------------------- what would fail after training

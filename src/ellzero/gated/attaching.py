@@ -70,15 +70,7 @@ def attach(
     if _gone:
         told = "its `streams` of version 0.1 is `where=l0.shrinkable(streams=True)` now"
         raise TypeError(f"`attach` has no argument `{next(iter(_gone))}`; {told}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
-    if isinstance(model, Gated):
-        raise TypeError("`model` is gated already; attach to `model.model`, or pass `where` once for all gates")
-    if not callable(where):
-        raise TypeError(
-            f"`where` must be a function from a graph to placements, such as `l0.shrinkable()`, got {where!r}"
-        )
-    _refuse_sharded(model)
+    _refuse_unfit(model, where)
     inputs = as_inputs(example_inputs)
     graph = _graph(model, inputs, axes, limit) if graph is None else _fitting(graph, model, axes)
     placements = list(_called(where)(graph))
@@ -140,8 +132,16 @@ def _by_hand(model: nn.Module, axes: Sequence[Axis]) -> Graph:
     return Graph(tuple(axes), shapes(model), parameters=tuple(n for n, _ in model.named_parameters()))
 
 
-def _refuse_sharded(model: nn.Module) -> None:
-    """Sharded parameters are swapped underneath the call and would be silently ungated."""
+def _refuse_unfit(model: Any, where: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, Gated):
+        raise TypeError("`model` is gated already; attach to `model.model`, or pass `where` once for all gates")
+    if not callable(where):
+        raise TypeError(
+            f"`where` must be a function from a graph to placements, such as `l0.shrinkable()`, got {where!r}"
+        )
+    # Sharded parameters are swapped underneath the call and would be silently ungated.
     for name, p in model.named_parameters():
         if type(p).__name__ == "FlatParameter" or type(p.data).__name__ == "DTensor":
             raise ValueError(f"`model` has sharded parameters (`{name}`); gates cannot be applied under FSDP yet")

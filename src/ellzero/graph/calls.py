@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ellzero.graph.rules import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, run
 
 
 def turns(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """What makes the model take another way than with the example, in words: "a batch of 1", "`n` = 4"."""
+    """What makes the model take another way than with the example, in words: "a batch of 1", "4 instead of 3"."""
     model = copy.deepcopy(model).eval()
     usual = _names(model, inputs)
     found = []
@@ -35,20 +36,17 @@ def turns(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
 
 def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     size = batch_size(inputs)
-    for n in {1, size + 1} - {size}:
-        rows = torch.arange(n) % max(size, 1)
+    for n in sorted({1, size + 1} - {size}) if size else ():
+        rows = torch.arange(n) % size
 
         def resized(leaf: Any, rows: Tensor = rows) -> Any:
             return leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,) else leaf
 
         yield f"a batch of {n}", tree_map(resized, inputs)
-    args, kwargs = inputs
-    for place, leaf in [*enumerate(args), *kwargs.items()]:
+    leaves, spec = tree_flatten(inputs)
+    for k, leaf in enumerate(leaves):
         for number in (leaf - 1, leaf + 1) if isinstance(leaf, int) and not isinstance(leaf, bool) else ():
-            if isinstance(place, int):
-                yield f"argument {place + 1} = {number}", ((*args[:place], number, *args[place + 1 :]), kwargs)
-            else:
-                yield f"`{place}` = {number}", (args, {**kwargs, place: number})
+            yield f"{number} instead of {leaf}", tree_unflatten([*leaves[:k], number, *leaves[k + 1 :]], spec)
 
 
 def _names(model: nn.Module, inputs: Inputs) -> list[str]:
@@ -69,3 +67,12 @@ class Calls(TorchFunctionMode):
         sized = name in SIZED or name in ("__getitem__", "__setitem__")
         self.made.append((name, [] if sized else [t for t in told if isinstance(t, int | float | str)]))
         return func(*args, **(kwargs or {}))
+
+    def departure(self, other: Calls) -> str | None:
+        """Where another forward leaves this way, in words; None if it takes the same."""
+        for (name, told), (now, gets) in zip_longest(self.made, other.made, fillvalue=("nothing", [])):
+            if name != now:
+                return f"it calls `{now}` instead of `{name}`"
+            if told != gets:
+                return f"`{name}` gets {gets} instead of {told}"
+        return None

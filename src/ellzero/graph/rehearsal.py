@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -245,15 +244,7 @@ class _Bench:
                 return f"the model does not run with a unit of it removed ({first_line(error)})"
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed"
-            if usual.made != calls.made and not plan.closed:
-                (was, before), (name, now) = next(
-                    (a, b) for a, b in zip_longest(usual.made, calls.made, fillvalue=("nothing", [])) if a != b
-                )
-                what = (
-                    f"`{name}` gets {now} instead of {before}"
-                    if name == was
-                    else f"it calls `{name}` instead of `{was}`"
-                )
+            if not plan.closed and (what := usual.departure(calls)):
                 return f"the model does something else with a unit of it removed: {what}"
         return None
 
@@ -364,7 +355,9 @@ def watched(
 class _Coarsest(TorchDispatchMode):
     """Notes the coarsest floating-point numbers that a forward goes through."""
 
-    eps = 0.0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eps = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
