@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.experiments import data, networks
-from ellzero.experiments.data.facts import Facts
+from ellzero.experiments.data.downloads import Facts
 from ellzero.experiments.networks import facts
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import evaluation

@@ -19,9 +19,9 @@ from ellzero.experiments.figures import (
     grid,
     legend,
     pareto,
+    published,
     save,
 )
-from ellzero.experiments.study.literature import published
 
 # Shares in percent, computed by hand from the architectures in both papers' Tables 1: weights, MACs, density.
 MLP = {

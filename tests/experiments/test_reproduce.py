@@ -38,13 +38,13 @@ from ellzero.experiments.study import (
     Study,
     StudyError,
     by_epoch,
+    held,
     point_at_end_of_training,
     stored,
     studies,
     table,
     took,
 )
-from ellzero.experiments.study.making import held
 from ellzero.experiments.train import evaluation
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.loop import Stopped

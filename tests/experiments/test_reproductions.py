@@ -14,8 +14,8 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from ellzero.experiments.study import Study, draw, find, studies
-from ellzero.experiments.study.literature import PRINTED
+from ellzero.experiments.figures import PRINTED
+from ellzero.experiments.study import FIGURES, Study, find, studies
 from support import ROOT
 from support.campaigns import DENSE, invented, known, module
 
@@ -53,28 +53,28 @@ def test_a_study_makes_its_table_and_figures_from_records_alone(name: str, tmp_p
     assert study.table is not None
     shown = study.table(records, "")
     assert len(list(shown.columns[0].cells)) > 0
-    files = draw(study, records, tmp_path)
-    assert all(f.stat().st_size > 0 for f in files)
-    assert {f.suffix for f in files} == (set() if study.draw is None else {".png", ".svg", ".txt"})
     partial = records[:1]  # what `--only` or a reproduction on its way leaves
     assert len(list(study.table(partial, "").columns[0].cells)) == 1
-    draw(study, partial, tmp_path)
+    if study.draw is not None:
+        files = study.draw(records, tmp_path)
+        assert all(f.stat().st_size > 0 for f in files)
+        assert {f.suffix for f in files} == {".png", ".svg", ".txt"}
+        study.draw(partial, tmp_path)
 
 
 def test_rows_of_both_tables_have_the_published_numbers() -> None:
     """Typed in twice, from the papers, for the rows and for the context of the Pareto plot."""
     printed = {
-        (network, "-".join(map(str, architecture))): (best, last)
+        (network, "-".join(map(str, architecture))): errors
         for network, points in PRINTED.items()
-        for _, architecture, best, last in points
+        for _, architecture, errors in points
     }
     for name in ("louizos2018-table1", "gallego2021-table1", "louizos2018-figure3"):
         rows = known()[name].rows
         assert len(rows) == 4
         for row in rows:
-            best, last = printed[row.recipe.network, row.architecture]
-            errors = [float(e.partition("±")[0]) for e in row.error.split(" | ")]
-            assert errors == [e for e in (best, last) if e is not None]
+            errors = tuple(float(e.partition("±")[0]) for e in row.error.split(" | "))
+            assert errors == printed[row.recipe.network, row.architecture]
             assert (row.recipe.epochs, row.recipe.data) == (200, "mnist")
 
 
@@ -397,8 +397,8 @@ def store(root: Path, folder: str, study: Study, figures: bool) -> None:
     records = invented(study)
     for record in records:
         (home / f"{record['recipe']['name']}.json").write_text(json.dumps(record))
-    if figures:
-        draw(study, records, home)
+    if figures and study.draw is not None:
+        study.draw(records, home / FIGURES)
 
 
 def test_the_page_gets_tables_and_figures_of_what_is_stored(tmp_path: Path) -> None:
@@ -460,5 +460,5 @@ def test_a_table_says_which_rows_are_missing(tmp_path: Path) -> None:
 def test_studies_are_found_in_a_wheel_s_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "ellzero"
     shutil.copytree(FOLDER, package / "reproductions", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr("ellzero.experiments.study.rows.__file__", str(package / "experiments" / "study" / "rows.py"))
+    monkeypatch.setattr("ellzero.experiments.study.__file__", str(package / "experiments" / "study.py"))
     assert set(studies()) == set(known())

@@ -78,7 +78,7 @@ def test_a_grid_is_the_product_of_its_values_with_seeds_from_the_recipes_own() -
         (at_most, lr, 7, seed) for at_most, lr, seed in itertools.product([0.1, 0.2], [1e-3, 1e-2, 1e-1], [5, 6])
     ]
     assert [(r.at_most, r.lr, r.epochs, r.seed) for r in swept.runs] == expected
-    assert [p.values for p in swept.points][1] == {"at_most": 0.1, "lr": 0.01}  # what varies, and no more
+    assert swept.values(swept.points[1].recipe) == {"at_most": 0.1, "lr": 0.01}  # what varies, and no more
     assert len({p.recipe.name for p in swept.points}) == 6
     plain = base.to_dict()
     for recipe in swept.runs:
@@ -306,11 +306,14 @@ def test_what_cannot_be_trained_is_refused_before_anything_is(
 def test_a_folder_with_another_sweep_is_refused(whole: tuple[Path, dict[str, Any]]) -> None:
     out, _ = whole
     for other, says in [
-        (Sweep(base(), {"penalty": [0.001, 2.0]}, seeds=2), r"`penalty` is 0.001,0.01 there and 0.001,2.0 here"),
+        (
+            Sweep(base(), {"penalty": [0.001, 2.0]}, seeds=2),
+            r"`penalty` is .0.001, 0.01. there and .0.001, 2.0. here",
+        ),
         (Sweep(base(), {"penalty": [0.001, 0.01]}, seeds=3), "`seeds` is 2 there and 3 here"),
         (Sweep(base(), {"penalty": [0.001, 0.01]}, seeds=2, every=2), "`every` is 1 there and 2 here"),
         (Sweep(base(lr=0.1), {"penalty": [0.001, 0.01]}, seeds=2), "`lr` is 0.001 there and 0.1 here"),
-        (Sweep(base(), {"penalty": [0.001, 0.01], "lr": [0.1]}, seeds=2), "`lr` is absent there and 0.1 here"),
+        (Sweep(base(), {"penalty": [0.001, 0.01], "lr": [0.1]}, seeds=2), "`lr` is 0.001 there and 0.1 here"),
     ]:
         with pytest.raises(CampaignError, match=says):
             run(other, lambda _: tiny(), out)

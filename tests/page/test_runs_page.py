@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import pytest
 
 from ellzero.cli import main
+from ellzero.experiments.figures import published
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.study.literature import published
 from ellzero.page import charts, page_file
 from ellzero.page.collecting import COSTS, Note, collect
 from ellzero.page.runs import groups, kinds, runs_page

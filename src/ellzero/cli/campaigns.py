@@ -163,7 +163,7 @@ def _trained(work: Callable[..., T], again: str, fewer: str, quiet: bool) -> T:
 
 
 def _show_study(study: Study, records: list[Record], home: Path, json: bool) -> None:
-    files = making.draw(study, records, home) if _drawable(study) else []
+    files = study.draw(records, home / making.FIGURES) if study.draw is not None and can_draw() else []
     if json:
         show_json(records)
         return

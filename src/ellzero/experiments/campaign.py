@@ -1,10 +1,7 @@
 """Campaigns: many runs, trained in stacks, in one folder that a killed process takes up again.
 
-    HEAD                what was asked for: format, version, and what the caller adds
-    stacks/NAME/        a run folder for each stack
-
-What is on the disk decides what is left to do, run by run. This file knows recipes, stacks and folders. It does not
-know what the runs are for, rows of a study or points of a grid, nor how a stack is trained.
+The folder has a head, which says what was asked for, and in `stacks/` a run folder for each stack. What is on the disk
+decides what is left to do, run by run. This file does not know what the runs are for, nor how a stack is trained.
 """
 
 from __future__ import annotations
@@ -25,10 +22,10 @@ from torch import Tensor, nn
 from ellzero.experiments.data import Dataset, scaled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint, records
-from ellzero.experiments.store.folder import Folder, refuse_busy
+from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.store.provenance import provenance
-from ellzero.experiments.store.records import FolderError
 from ellzero.experiments.train import loop as training
+from ellzero.experiments.train.building import refuse_unreachable
 from ellzero.experiments.train.policy import ALONE, STACKABLE
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
@@ -41,14 +38,12 @@ _STACKS, _DIVERGED = "stacks", "diverged.json"
 Record = dict[str, Any]
 Loader = Callable[[str], Dataset]
 Say = Callable[[str], None]
+Identity = tuple[str, str]
 
 
 @final
 class CampaignError(Exception):
     """A folder is not that of this campaign, or is damaged; the message says which."""
-
-
-# ---------------------------------------------------------------- stacks
 
 
 def stacks(recipes: Sequence[Recipe], limit: int = AT_ONCE) -> list[list[Recipe]]:
@@ -85,18 +80,14 @@ def stack_name(stack: Sequence[Recipe]) -> str:
     return f"{stack[0].network}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
-def identity(recipe: Recipe) -> tuple[str, str]:
+def identity(recipe: Recipe) -> Identity:
     """What tells a run of a campaign from the others."""
     return recipe.name, recipe.digest()
 
 
-# ---------------------------------------------------------------- how many at once
-
-
 def room(recipe: Recipe, dataset: Dataset) -> int:
-    """How many runs of a recipe are trained together, unless asked for otherwise.
-
-    On a GPU as many as fit by `memory`, up to 64; on a CPU 8, where more gain nothing; 1 of what goes alone.
+    """How many runs of a recipe are trained together, unless asked for otherwise: on a GPU as many as fit by `memory`,
+    up to 64; on a CPU 8, where more gain nothing; 1 of what goes alone.
     """
     if goes_alone(recipe):
         return 1
@@ -110,27 +101,21 @@ def room(recipe: Recipe, dataset: Dataset) -> int:
 
 
 def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
-    """An estimate of the bytes that training takes: for each run of a stack, and once for all of them.
-
-    A run has its weights, their gradients, what the optimizer remembers, the average with a copy of it that evaluation
-    makes, and the gated weights with theirs; the activations of a step and their gradients, twice, since a captured
-    step has memory of its own; those of the test images that are looked at together; and the noise of an epoch. The
-    training images as numbers are there once, and a gigabyte for libraries.
-    """
+    """An estimate of the bytes that training takes: for each run of a stack, and once for all of them."""
     with torch.random.fork_rng(devices=[]):
         model = recipe.facts.make(len(dataset.classes), recipe.dropout)
     parameters = list(model.parameters())
-    copies = 4 + (2 if recipe.optimizer == "adam" else 1)
-    copies += (2 if recipe.ema is not None else 0) + (4 if recipe.extra_gradient else 0)
+    copies = 4 + (2 if recipe.optimizer == "adam" else 1)  # weights and gated ones, with gradients; the optimizer's
+    copies += (2 if recipe.ema is not None else 0) + (4 if recipe.extra_gradient else 0)  # evaluation copies an average
     image = activations(model, scaled(dataset.train_x[:2].cpu()))
     count = len(dataset.train_x)
     draws = recipe.samples * (2 if recipe.extra_gradient else 1)
     units = sum(sum(p.shape[:2]) for p in parameters if p.dim() > 1)  # gates on all that a weight reads or writes
     each = 4 * copies * sum(p.numel() for p in parameters)
-    each += 2 * 2 * image * recipe.batch * recipe.samples
-    each += image * min(len(dataset.test_x), 10_000)
-    each += 2 * (count // recipe.batch) * draws * units * 4 + 2 * 8 * count
-    return each, 4 * dataset.train_x.numel() + 2**30
+    each += 2 * 2 * image * recipe.batch * recipe.samples  # and gradients; twice: a captured step has memory of its own
+    each += image * min(len(dataset.test_x), 10_000)  # that are looked at together
+    each += 2 * (count // recipe.batch) * draws * units * 4 + 2 * 8 * count  # the noise and the order of an epoch
+    return each, 4 * dataset.train_x.numel() + 2**30  # the images as numbers, and a gigabyte for libraries
 
 
 def activations(model: nn.Module, images: Tensor) -> int:
@@ -148,18 +133,26 @@ def activations(model: nn.Module, images: Tensor) -> int:
     return math.ceil(total / len(images))
 
 
-# ---------------------------------------------------------------- the folder
-
-
 @final
 @dataclass(frozen=True)
 class Work:
     """What is left of a campaign."""
 
-    begun: list[Folder]  # stacks that go on from their checkpoints
-    new: list[list[Recipe]]
+    stacks: list[Folder]  # those that were begun, and those that are not there yet
     data: dict[str, Dataset]  # by name
     done: int  # runs that were finished before
+
+    def refuse_unfit(self) -> None:
+        """Finds out before anything is trained what training would find out at its beginning, or only at its end:
+        patterns that match nothing, batches larger than the data, targets that closing units cannot reach.
+        """
+        networks: dict[str, Any] = {}  # one for all recipes that differ in numbers and seeds alone
+        for recipe in (recipe for folder in self.stacks for recipe in folder.recipes):
+            patterns = [list(v) if isinstance(v, dict) else v is None for v in (recipe.at_most, recipe.penalty)]
+            shape = json.dumps([shared(recipe), patterns, recipe.cost, recipe.init])
+            if shape not in networks:
+                networks[shape] = Trainer([recipe], self.data[recipe.data]).network(0)
+            refuse_unreachable(recipe, networks[shape])
 
 
 @final
@@ -173,9 +166,14 @@ class Campaign:
     word: str  # what it is called in messages, such as "sweep"
     own: tuple[str, ...] = ()  # patterns of further files that belong to it
 
+    @property
+    def exists(self) -> bool:
+        """Whether the folder has a head."""
+        return (self.home / self.head).exists()
+
     def read(self) -> Record:
         """What is in the head. A CampaignError says that there is none, or that it is damaged or of another format."""
-        if not (self.home / self.head).exists():
+        if not self.exists:
             raise CampaignError(f"there is no {self.word} in {str(self.home)!r}")
         try:
             return records.read_format(self.home / self.head, self.format, VERSION)
@@ -195,7 +193,7 @@ class Campaign:
         `differ` says what differs between the head and what is asked for now. A CampaignError is raised where the
         folder holds anything else, or this one and neither `resume` nor `fresh` was asked for.
         """
-        if not (self.home / self.head).exists() or fresh:
+        if not self.exists or fresh:
             self._refuse_other(fresh)
             return False
         found = differ(self.read())
@@ -212,29 +210,30 @@ class Campaign:
         return True
 
     def _refuse_other(self, fresh: bool) -> None:
-        home = self.home
-        if not (home / self.head).exists() and home.exists() and (not home.is_dir() or any(home.iterdir())):
+        if not self.exists and self.home.exists() and (not self.home.is_dir() or any(self.home.iterdir())):
             wish = f"`--fresh` must be given a {self.word}'s" if fresh else "`--out` must be a new or empty"
-            raise CampaignError(f"{wish} folder, and {str(home)!r} holds something else")
+            raise CampaignError(f"{wish} folder, and {str(self.home)!r} holds something else")
 
     def clear(self) -> None:
         """Removes the campaign from its folder, and nothing else that lies there; not while a process trains there."""
         self._refuse_other(fresh=True)
-        if not (self.home / self.head).exists():
-            return
-        refuse_busy(self.home / _STACKS)
-        shutil.rmtree(self.home / _STACKS, ignore_errors=True)
-        for path in [path for pattern in self.own for path in self.home.glob(pattern)]:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        (self.home / self.head).unlink()  # last: what is left after a crash is still known for what it is
+        for run in sorted(self.home.glob(f"{_STACKS}/*/run.json")):  # of any stack, damaged or not
+            with Folder(run.parent, [], {}).locked():
+                pass
+        # The head last: what is left after a crash is still known for what it is.
+        for pattern in (_STACKS, *self.own, self.head) if self.exists else ():
+            for path in list(self.home.glob(pattern)):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def folders(self) -> list[Folder]:
         """The stacks that are there, finished or not."""
-        homes = sorted((self.home / _STACKS).iterdir()) if (self.home / _STACKS).is_dir() else []
-        return [Folder.open(home) for home in homes if (home / "run.json").exists()]
+        return [Folder.open(run.parent) for run in sorted(self.home.glob(f"{_STACKS}/*/run.json"))]
+
+    def _stack(self, recipes: list[Recipe]) -> Folder:
+        return Folder(self.home / _STACKS / stack_name(recipes), recipes, {})
 
     def work(
         self, runs: Sequence[Recipe], load: Loader, *, fresh: bool = False, at_once: int | None = None, say: Say
@@ -243,7 +242,7 @@ class Campaign:
 
         A stack has at most `at_once` runs, or what `room` says; one that was begun with more is begun again.
         """
-        begun, known = ([], set[tuple[str, str]]()) if fresh else self._found(runs, at_once, say)
+        begun, known = ([], set[Identity]()) if fresh else self._found(runs, at_once, say)
         left = [recipe for recipe in runs if identity(recipe) not in known]
         going_on = [recipe for folder in begun for recipe in folder.recipes]
         data = {name: load(name) for name in dict.fromkeys(recipe.data for recipe in (*going_on, *left))}
@@ -255,15 +254,13 @@ class Campaign:
                 continue
             for part in stacks(group, at_once or room(group[0], data[group[0].data])):
                 new.append([recipe for recipe in part if identity(recipe) not in known])
-        return Work(begun, [stack for stack in new if stack], data, len(runs) - len(left) - len(going_on))
+        return Work([*begun, *map(self._stack, filter(None, new))], data, len(runs) - len(left) - len(going_on))
 
-    def _found(
-        self, runs: Sequence[Recipe], at_once: int | None, say: Say
-    ) -> tuple[list[Folder], set[tuple[str, str]]]:
+    def _found(self, runs: Sequence[Recipe], at_once: int | None, say: Say) -> tuple[list[Folder], set[Identity]]:
         """The stacks that go on, and all runs that a stack has."""
         wanted = set(map(identity, runs))
         begun: list[Folder] = []
-        known: set[tuple[str, str]] = set()
+        known: set[Identity] = set()
         for folder in self.folders():
             own = set(map(identity, folder.recipes))
             if not own <= wanted:
@@ -288,19 +285,16 @@ class Campaign:
         A run whose loss is not a number any more is noted, and has no trainer; those that were trained together with it
         are trained again without it. `title` says what it is in all, such as "2 points × 3 seeds".
         """
-        jobs: list[Folder | list[Recipe]] = [*work.begun, *work.new]
-        if jobs:
-            runs = work.done + sum(len(job.recipes if isinstance(job, Folder) else job) for job in jobs)
-            count = f"{len(jobs)} stack{'s' * (len(jobs) > 1)}"
-            say(f"{title}: {runs} runs, {work.done} done before, the others in {count}")
-        while jobs:
-            job = jobs.pop(0)
-            stack = job.recipes if isinstance(job, Folder) else job
+        left = list(work.stacks)
+        if left:
+            runs = work.done + sum(len(folder.recipes) for folder in left)
+            say(f"{title}: {runs} runs, {work.done} done before, the others in {counted(len(left), 'stack')}")
+        while left:
+            folder = left.pop(0)
+            stack, dataset = folder.recipes, work.data[folder.recipes[0].data]
             say(f"{len(stack)} run{'s together' * (len(stack) > 1)}: {', '.join(dict.fromkeys(r.name for r in stack))}")
-            dataset = work.data[stack[0].data]
-            about = provenance(dataset.train_x.device)
-            home = self.home / _STACKS / stack_name(stack)
-            folder = job if isinstance(job, Folder) else Folder.create(home, stack, about)
+            if not (folder.path / "run.json").exists():
+                folder = Folder.create(folder.path, stack, provenance(dataset.train_x.device))
             trainer = None
             try:
                 trainer = training.train(stack, dataset, folder, every=every, watchers=watchers)
@@ -308,7 +302,7 @@ class Campaign:
                 if len(stack) > 1:
                     say(f"{error}; the {len(stack)} runs are trained one by one now")
                     shutil.rmtree(folder.path)
-                    jobs = [*([recipe] for recipe in stack), *jobs]
+                    left = [*(self._stack([recipe]) for recipe in stack), *left]
                     continue
                 say(str(error))
                 records.write(folder.path / _DIVERGED, str(error))
@@ -319,3 +313,8 @@ def diverged(folder: Folder) -> str | None:
     """What was noted where the run of a stack has diverged."""
     file = folder.path / _DIVERGED
     return str(records.read(file)) if file.exists() else None
+
+
+def counted(number: int, word: str) -> str:
+    """A number of things in words, such as "1 seed" and "3 seeds"."""
+    return f"{number} {word}{'s' * (number != 1)}"

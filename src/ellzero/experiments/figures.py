@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
+import numpy as np
+
 from ellzero.experiments import statistics
 from ellzero.out.files import replacing, write_text
 
@@ -31,29 +33,14 @@ COLUMN, PAGE = 3.4, 7.0  # inches: the width of a column and of a page
 
 _STYLE: Any = {  # matplotlib types its keys one by one
     "font.family": "DejaVu Sans",  # comes with matplotlib, so the same letters everywhere
-    "font.size": 8,
-    "axes.titlesize": 8.5,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "legend.frameon": False,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.grid": True,
-    "grid.color": "#E4E4E4",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 4,
-    "svg.hashsalt": "ellzero",  # names inside an SVG are random without
-    "svg.fonttype": "path",
-}
+    "font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8,
+    "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": INK, "axes.labelcolor": INK,
+    "text.color": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "lines.linewidth": 1.4, "lines.markersize": 4,
+    "svg.hashsalt": "ellzero", "svg.fonttype": "path",  # names inside an SVG are random without a salt
+}  # fmt: skip
 
 
 @final
@@ -73,10 +60,7 @@ def can_draw() -> bool:
 def grid(
     rows: int = 1, columns: int = 1, size: tuple[float, float] = (COLUMN, 2.5)
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """An empty figure in the house's style, which holds inside the `with` block, and its panels row by row.
-
-    A PlotsMissingError says that matplotlib is not installed.
-    """
+    """An empty figure in the house's style, which holds inside the `with` block, and its panels row by row."""
     if not can_draw():
         raise PlotsMissingError
     import matplotlib
@@ -90,8 +74,9 @@ def grid(
 
 
 def save(figure: Figure, path: Path, caption: str) -> list[Path]:
-    """Writes a figure of `grid` as PNG and SVG, and its caption as text, to a path without its ending; the same figure
-    gives the same bytes. The caption says what it shows to a reader who sees nothing else.
+    """Writes a figure as PNG and SVG, and its caption as text, to a path without its ending; always the same bytes.
+
+    The caption says what it shows to a reader who sees nothing else.
     """
     if not caption.strip():
         raise ValueError("`caption` must say what the figure shows, got nothing")
@@ -136,6 +121,62 @@ class Point:
 
 Cost = Literal["l0_norm", "params", "macs"]
 _NAMES: dict[Cost, str] = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
+
+# Method, pruned architecture, and the errors in percent: best during training and at the end, or the one printed.
+# Louizos et al. (2018), Table 1, says "after 200 epochs"; Gallego-Posada et al. (2021), Table 1, gives both for theirs.
+PRINTED: dict[str, list[tuple[str, tuple[int, ...], tuple[float, ...]]]] = {
+    "lenet300": [
+        ("Sparse VD", (512, 114, 72), (1.8,)),
+        ("BC-GNJ", (278, 98, 13), (1.8,)),
+        ("BC-GHS", (311, 86, 14), (1.8,)),
+        ("L0 λ=0.1/N", (219, 214, 100), (1.4,)),
+        ("L0 λ sep.", (266, 88, 33), (1.8,)),
+        ("constr. 33 %", (198, 233, 100), (1.4, 1.69)),
+        ("constr. 30 % ×3", (243, 89, 29), (1.63, 2.18)),
+    ],
+    "lenet5": [
+        ("Sparse VD", (14, 19, 242, 131), (1.0,)),
+        ("GL", (3, 12, 192, 500), (1.0,)),
+        ("GD", (7, 13, 208, 16), (1.1,)),
+        ("SBP", (3, 18, 284, 283), (0.9,)),
+        ("BC-GNJ", (8, 13, 88, 13), (1.0,)),
+        ("BC-GHS", (5, 10, 76, 16), (1.0,)),
+        ("L0 λ=0.1/N", (20, 25, 45, 462), (0.9,)),
+        ("L0 λ sep.", (9, 18, 65, 25), (1.0,)),
+        ("constr. 10 %", (20, 21, 34, 407), (0.53, 1.04)),
+        ("constr. by layer", (10, 14, 224, 29), (0.7, 0.97)),
+    ],
+}
+
+
+def published(network: str, cost: Cost, which: str = "last") -> list[Point]:
+    """The networks in both papers' Tables 1, their cost computed from the pruned architecture as printed.
+
+    "params" counts weights and biases, "l0_norm" the weights whose own gate is open. The error is that at the "last" or
+    "best" epoch; where a paper gives one of them only, that.
+    """
+    if which not in ("best", "last"):
+        raise ValueError(f'`which` must be "best" or "last", got {which!r}')
+    dense = {"lenet300": (784, 300, 100), "lenet5": (20, 50, 800, 500)}
+    return [
+        Point(_count(cost, units) / _count(cost, dense[network]), errors[0 if which == "best" else -1], method)
+        for method, units, errors in PRINTED.get(network, ())
+    ]
+
+
+def _count(cost: str, units: tuple[int, ...]) -> int:
+    """What the MLP (three layers that gates can close units of) or LeNet-5 (four) costs with so many units left."""
+    if len(units) == 3:
+        a, b, c = units
+        if cost == "l0_norm":
+            return a * 300 + b * 100 + c * 10
+        return a * b + b * c + c * 10 + (b + c + 10 if cost == "params" else 0)
+    a, b, c, d = units
+    if cost == "l0_norm":  # a map of a convolution counts its bias too
+        return a * (25 + 1) + b * (20 * 25 + 1) + c * 500 + d * 10
+    if cost == "params":
+        return a * 25 + a + a * b * 25 + b + c * d + d + d * 10 + 10
+    return a * 25 * 24**2 + a * b * 25 * 8**2 + c * d + d * 10
 
 
 def pareto(
@@ -253,17 +294,13 @@ def history(
             for number, (name, values) in enumerate(lines.items()):
                 style = "--" if name == "expected" else "-"
                 marker, colour = "o" if len(epochs) < 12 else None, COLOURS[number % len(COLOURS)]
-                panel.plot(epochs, _with_gaps(values), style, color=colour, label=name, marker=marker)
+                panel.plot(epochs, np.array(values, float), style, color=colour, label=name, marker=marker)
             for epoch in marks:
                 panel.axvline(epoch, color=GREY, linestyle=":", linewidth=0.8)
             panel.set(xlabel="epoch", ylabel=label)
             if len(lines) > 1:
                 panel.legend()
         return save(figure, path, caption)
-
-
-def _with_gaps(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else value for value in values]
 
 
 def flops(
@@ -274,7 +311,7 @@ def flops(
     with grid(size=(4.6, 2.9)) as (figure, (axes,)):
         for name, x, y in lines:
             style = ":" if name.startswith("dropout") else "--" if name == "expected" else "-"
-            axes.plot(x, _with_gaps(y), style, color=colours.get(name, GREY), label=name)
+            axes.plot(x, np.array(y, float), style, color=colours.get(name, GREY), label=name)
         axes.set(xlabel=unit, ylabel="FLOPs for one image")
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)

@@ -1,6 +1,4 @@
-"""Numbers over seeds: means with their intervals, and the points that no other beats. What they measure is not known
-here.
-"""
+"""Numbers over seeds: means with their intervals, and the points that no other beats. It does not know what of."""
 
 from __future__ import annotations
 
@@ -10,13 +8,7 @@ from collections.abc import Sequence
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the width of its 95 % confidence interval (Student's t); NaN for a single value.
-
-    Example:
-        >>> mean, half = interval([1.0, 2.0, 3.0])
-        >>> mean, round(half, 3)
-        (2.0, 2.484)
-    """
+    """Mean and half the width of its 95 % confidence interval (Student's t); NaN for a single value."""
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return mean, math.nan
@@ -25,33 +17,16 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(stdtrit(count - 1, 0.975)) * statistics.stdev(values) / math.sqrt(count)
 
 
-def with_interval(values: Sequence[float], digits: int = 2) -> str:
-    """Mean ± half the 95 % interval, as a table has it.
-
-    Example:
-        >>> with_interval([1.0, 2.0, 3.0]), with_interval([1.5])
-        ('2.00 ± 2.48', '1.50')
-    """
+def with_interval(values: Sequence[float]) -> str:
+    """Mean ± half the 95 % interval, as a table has it."""
     mean, half = interval(values)
-    return f"{mean:.{digits}f}" if math.isnan(half) else f"{mean:.{digits}f} ± {half:.{digits}f}"
+    return f"{mean:.2f}" if math.isnan(half) else f"{mean:.2f} ± {half:.2f}"
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which points no other beats: none is as good in both numbers and better in one. By rising first number; equal
-    points are on the front together.
+    """The positions of the points that no other beats, by rising first number; equal points are on the front together.
 
-    Args:
-        points: two numbers each, both the better the less they are, such as cost and error.
-
-    Returns:
-        Their positions.
-
-    Raises:
-        ValueError: a number is not finite.
-
-    Example:
-        >>> pareto([(0.4, 1.8), (0.2, 2.0), (0.3, 1.5), (0.3, 1.6)])
-        [1, 2]
+    Both numbers, such as cost and error, are the better the less they are, and must be finite.
     """
     for point in points:
         if not all(map(math.isfinite, point)):

@@ -1,7 +1,6 @@
 """Sweeps: a grid of recipe fields × seeds, trained as a campaign, and the Pareto front of error against cost.
 
-A campaign's folder with sweep.json, which says what was asked for and what has come out so far, and the figure. How
-many runs are trained together may change when a sweep goes on. This file does not know how runs are stacked and taken
+sweep.json says what was asked for and what has come out so far. This file does not know how runs are stacked and taken
 up again, nor how a figure looks.
 """
 
@@ -16,87 +15,56 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, cast, final
+from typing import Any, Self, final
 
 import torch
 from rich.table import Table
-from torch import nn
 
 from ellzero.experiments import figures
-from ellzero.experiments.campaign import Campaign, CampaignError, Loader, Record, Say, diverged, identity, shared
-from ellzero.experiments.data import Dataset
+from ellzero.experiments.campaign import Campaign, CampaignError, Loader, Record, Say, counted, diverged, identity
 from ellzero.experiments.figures import Cost
 from ellzero.experiments.recipe import Recipe, differences, from_strings, in_words, refuse_idle
-from ellzero.experiments.statistics import interval, pareto, with_interval
+from ellzero.experiments.statistics import interval, pareto
 from ellzero.experiments.store.provenance import provenance
-from ellzero.experiments.study.literature import published
-from ellzero.experiments.train.building import COSTS, targets
-from ellzero.experiments.train.trainer import Trainer
+from ellzero.experiments.study import Row, cells
+from ellzero.experiments.train.building import COSTS
 from ellzero.experiments.train.watching import AbstractWatcher
-from ellzero.out.finalization import refuse_unreachable
 from ellzero.out.tables import new_table
 
-_FIGURE = "pareto"
+_HEAD, _FIGURE = "sweep.json", "pareto"
+_BRACKETS = {"[": "]", "{": "}"}
+_TOKENS = re.compile(r"""[^\[\]{},"']+|"(?:\\.|[^"\\])*"|'[^']*'|.""")  # what is quoted is one token
 
 
 def campaign(out: Path) -> Campaign:
     """The folder of a sweep."""
     own = tuple(f"{_FIGURE}.{ending}" for ending in ("png", "svg", "txt"))
-    return Campaign(out, "sweep.json", "ellzero.sweep", "sweep", own)
-
-
-# ---------------------------------------------------------------- the grid
+    return Campaign(out, _HEAD, "ellzero.sweep", "sweep", own)
 
 
 def values_of(field: str, text: str) -> list[Any]:
-    """The values in a list with commas; a comma inside brackets, braces or quotes belongs to its value.
-
-    Example:
-        >>> values_of("at-most", '0.1, {"fc1" = 0.2, "fc2" = 0.3}, none')
-        [0.1, {'fc1': 0.2, 'fc2': 0.3}, None]
-    """
+    """The values in a list with commas; a comma inside brackets, braces or quotes belongs to its value."""
     from_strings({field: "none"})  # says what is wrong with the field before anything about its values
-    parts = _split(field, text)
+    parts, open_ = [""], ""
+    for token in _TOKENS.findall(text):
+        if token == "," and not open_:
+            parts.append("")
+            continue
+        parts[-1] += token
+        if token in _BRACKETS:
+            open_ += _BRACKETS[token]
+        elif token in _BRACKETS.values():
+            if not open_.endswith(token):
+                raise ValueError(f"`{field}` has a {token!r} without its beginning: {text!r}")
+            open_ = open_[:-1]
+        elif token in ('"', "'"):
+            open_ += token
+            break
+    if open_:
+        raise ValueError(f"`{field}` has no {open_[-1]!r} where one must close: {text!r}")
     if not all(part.strip() for part in parts):
         raise ValueError(f"`{field}` must be values with commas between, such as 0.1,0.2, got {text!r}: one is empty")
     return [value for part in parts for value in from_strings({field: part}).values()]
-
-
-def _split(field: str, text: str) -> list[str]:
-    parts, open_, quote, escaped = [""], "", "", False
-    for letter in text:
-        if letter == "," and not open_ and not quote:
-            parts.append("")
-            continue
-        parts[-1] += letter
-        if quote:
-            quote = "" if letter == quote and not escaped else quote
-            escaped = letter == "\\" and not escaped and quote == '"'
-        elif letter in "\"'":
-            quote = letter
-        elif letter in "[{":
-            open_ += "]" if letter == "[" else "}"
-        elif letter in "]}":
-            if not open_.endswith(letter):
-                raise ValueError(f"`{field}` has a {letter!r} without its beginning: {text!r}")
-            open_ = open_[:-1]
-    if open_ or quote:
-        raise ValueError(f"`{field}` has no {(quote or open_[-1])!r} where one must close: {text!r}")
-    return parts
-
-
-@final
-@dataclass(frozen=True)
-class Combination:
-    """One point of a grid."""
-
-    values: dict[str, Any]  # of the fields that vary, as plain data
-    recipe: Recipe  # of its first seed
-
-    @property
-    def label(self) -> str:
-        """Its values in words, such as "at_most=0.1"; the recipe's name where nothing varies."""
-        return _label(self.values) or self.recipe.name
 
 
 def _label(values: Mapping[str, Any]) -> str:
@@ -108,27 +76,13 @@ def _label(values: Mapping[str, Any]) -> str:
 class Sweep:
     """What is swept: all combinations of the values of some fields, each with some seeds.
 
-    Args:
-        recipe: to begin with.
-        grid: values by field, in place of the recipe's own. A field with one value is the same in all runs.
-        seeds: runs of each point; the first has the seed of the recipe, the others those after it.
-        every: evaluate after every so many epochs.
-
-    Raises:
-        ValueError: there is no such field, or no value, or a combination is no recipe, or two are the same, or there
-            is one run only, or a number is less than 1.
-
-    Example:
-        >>> from ellzero.experiments.papers import get
-        >>> sweep = Sweep(get("demo"), {"at_most": [0.1, 0.2], "epochs": [5]}, seeds=3)
-        >>> [point.label for point in sweep.points], len(sweep.runs)
-        (['at_most=0.1', 'at_most=0.2'], 6)
+    A ValueError says what is no sweep: a combination that is no recipe, two that are the same, a single run.
     """
 
     recipe: Recipe
-    grid: Mapping[str, Sequence[Any]]
-    seeds: int = 1
-    every: int = 1
+    grid: Mapping[str, Sequence[Any]]  # values by field, in place of the recipe's own; one is the same in all runs
+    seeds: int = 1  # runs of each point; the first has the seed of the recipe, the others those after it
+    every: int = 1  # evaluate after so many epochs
 
     def __post_init__(self) -> None:
         for name, number in (("seeds", self.seeds), ("every", self.every)):
@@ -151,42 +105,44 @@ class Sweep:
         """The fields with more than one value."""
         return [field for field, values in self.grid.items() if len(values) > 1]
 
+    def values(self, recipe: Recipe) -> dict[str, Any]:
+        """The values of a recipe's fields that vary, as plain data."""
+        plain = recipe.to_dict()
+        return {field: plain[field] for field in self.varied}
+
     @cached_property
-    def points(self) -> list[Combination]:
-        """All combinations, the last field varying fastest."""
-        out: list[Combination] = []
-        seen: set[str] = set()
+    def points(self) -> list[Row]:
+        """All combinations, the last field varying fastest, each with the recipe of its first seed.
+
+        They are labelled by their values, such as "at_most=0.1", and by the recipe's name where nothing varies.
+        """
+        out: dict[str, Row] = {}
         for number, combination in enumerate(itertools.product(*self.grid.values()), 1):
-            values = dict(zip(self.grid, combination, strict=True))
+            asked = dict(zip(self.grid, combination, strict=True))
             try:
-                recipe = self.recipe.override(**values)
-                refuse_idle(recipe, values)
+                recipe = self.recipe.override(**asked)
+                refuse_idle(recipe, asked)
             except ValueError as error:
-                varied = {field: values[field] for field in self.varied}
+                varied = {field: asked[field] for field in self.varied}
                 where = f" (at {_label(varied)})" if len(varied) > 1 else ""  # plain from the message otherwise
                 raise ValueError(f"{error}{where}") from error
-            plain = recipe.to_dict()
-            point = Combination({field: plain[field] for field in self.varied}, recipe)
-            if recipe.digest() in seen:
-                raise ValueError(f"the grid has {point.label} twice: leave one out")
-            seen.add(recipe.digest())
-            out.append(Combination(point.values, recipe.override(name=self._name(recipe.name, point.values, number))))
-        return out
-
-    def _name(self, base: str, values: Mapping[str, Any], number: int) -> str:
-        """A name that is different for each point: stacks and histories go by it."""
-        if not values:
-            return base
-        words = "-".join(f"{field}_{in_words(value)}" for field, value in values.items())
-        word = re.sub(r"[^A-Za-z0-9._]+", "_", words).strip("_")
-        return f"{base}-{number:03d}" + (f"-{word}" if len(word) <= 40 else "")
+            values, name = self.values(recipe), recipe.name
+            label = _label(values) or name
+            if recipe.digest() in out:
+                raise ValueError(f"the grid has {label} twice: leave one out")
+            if values:  # stacks and histories go by the name: another for each point
+                words = "-".join(f"{field}_{in_words(value)}" for field, value in values.items())
+                word = re.sub(r"[^A-Za-z0-9._]+", "_", words).strip("_")
+                name += f"-{number:03d}" + f"-{word}" * (len(word) <= 40)
+            out[recipe.digest()] = Row(label, recipe.override(name=name))
+        return list(out.values())
 
     @cached_property
     def runs(self) -> list[Recipe]:
         """A recipe for each point and seed."""
         return [run for point in self.points for run in self.of(point)]
 
-    def of(self, point: Combination) -> list[Recipe]:
+    def of(self, point: Row) -> list[Recipe]:
         """A recipe for each seed of a point."""
         return [point.recipe.override(seed=point.recipe.seed + k) for k in range(self.seeds)]
 
@@ -205,18 +161,16 @@ class Sweep:
 
     def differences(self, there: Mapping[str, Any]) -> list[str]:
         """Between the settings of another sweep and our own, in words."""
-        ours = self.settings()
-        grids = [{k: ",".join(map(in_words, v)) for k, v in (side.get("grid") or {}).items()} for side in (there, ours)]
-        numbers = [{k: side.get(k) for k in ("seeds", "every")} for side in (there, ours)]
-        return differences(there.get("recipe") or {}, ours["recipe"]) + differences(*grids) + differences(*numbers)
+        sides = []
+        for side in (there, self.settings()):
+            grid = {field: values[0] if len(values) == 1 else values for field, values in side.get("grid", {}).items()}
+            sides.append({**side.get("recipe", {}), **grid, "seeds": side.get("seeds"), "every": side.get("every")})
+        return differences(*sides)
 
     def axis(self) -> Cost:
         """The cost to look at unless another is asked for: what the recipes bound, if it is one, else `params`."""
         bounded = {r.cost if r.at_most is not None else "params" for r in self.runs}
         return bounded.pop() if len(bounded) == 1 else "params"
-
-
-# ---------------------------------------------------------------- doing it
 
 
 def stored(out: Path) -> tuple[Sweep, Record]:
@@ -225,52 +179,32 @@ def stored(out: Path) -> tuple[Sweep, Record]:
     try:
         return Sweep.from_settings(record), record
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        file = str(out / campaign(out).head)
+        file = str(out / _HEAD)
         raise CampaignError(f"{file!r} is damaged ({type(error).__name__}: {error}); `--fresh` begins again") from error
 
 
 def run(
     sweep: Sweep,
-    load: Loader,
+    load: Loader,  # gives the data set of a name, on the device to train on
     out: Path,
     *,
-    resume: bool = True,
-    fresh: bool = False,
-    at_once: int | None = None,
-    cost: Cost | None = None,
-    about: Mapping[str, Any] | None = None,
+    resume: bool = True,  # whether to go on with the sweep that the folder holds
+    fresh: bool = False,  # remove the sweep that the folder holds when the new one can begin
+    at_once: int | None = None,  # runs in a stack at most; what `campaign.room` says if absent
+    cost: Cost | None = None,  # that the front is about; `Sweep.axis` if absent
+    about: Mapping[str, Any] | None = None,  # more to store about where the results come from
     watchers: Sequence[AbstractWatcher] = (),
     say: Say = lambda _: None,
 ) -> Record:
-    """Trains what is left of a sweep, and finds its front. A run that diverges has no place on it.
-
-    Args:
-        sweep: what to train.
-        load: gives the data set of a name, on the device to train on.
-        out: the folder.
-        resume: whether to go on with the sweep that the folder holds; what is finished is not trained again.
-        fresh: begin again, and remove the sweep that the folder holds when the new one can begin.
-        at_once: runs in a stack at most; what `campaign.room` says if absent.
-        cost: that the front is about; `Sweep.axis` if absent.
-        about: more to store about where the results come from.
-        watchers: that show each stack's progress.
-        say: told a line about each stack.
-
-    Returns:
-        What is in sweep.json then.
-
-    Raises:
-        ValueError: a recipe does not fit its network or its data; nothing is trained then.
-        CampaignError: `out` holds something else.
-        FolderError: another process trains there.
-        training.Stopped: Ctrl-C; what was done is saved.
+    """Trains what is left of a sweep, finds its front, and gives what is in sweep.json then. A run that diverges has no
+    place on the front; a recipe that does not fit its network or its data is refused before anything is trained.
     """
     if at_once is not None and at_once < 1:
         raise ValueError(f"`at_once` must be at least 1, got {at_once}")
     folder = campaign(out)
     there = folder.holds(sweep.differences, resume=resume, fresh=fresh)
     work = folder.work(sweep.runs, load, fresh=fresh, at_once=at_once, say=say)
-    _refuse_unfit([recipe for stack in work.new for recipe in stack], work.data)
+    work.refuse_unfit()
     if fresh:
         folder.clear()
     where = next((data.train_x.device for data in work.data.values()), torch.device("cpu"))
@@ -280,31 +214,10 @@ def run(
         return folder.write({**sweep.settings(), **_outcome(sweep, folder, sources, cost or sweep.axis())})
 
     record = note()
-    points, seeds = len(sweep.points), sweep.seeds
-    title = f"{points} point{'s' * (points > 1)} × {seeds} seed{'s' * (seeds > 1)}"
+    title = f"{counted(len(sweep.points), 'point')} × {counted(sweep.seeds, 'seed')}"
     for _ in folder.train(work, title=title, every=sweep.every, watchers=watchers, say=say):
         record = note()
     return record
-
-
-def _refuse_unfit(recipes: Sequence[Recipe], data: Mapping[str, Dataset]) -> None:
-    """Finds out before anything is trained what training would find out at its beginning, or only at its end: patterns
-    that match nothing, batches larger than the data, targets that closing units cannot reach.
-    """
-    networks: dict[str, nn.Module] = {}  # one for all recipes that differ in numbers and seeds alone
-    bounds: set[str] = set()
-    for recipe in recipes:
-        patterns = [list(v) if isinstance(v, dict) else v is None for v in (recipe.at_most, recipe.penalty)]
-        shape = json.dumps([shared(recipe), patterns, recipe.cost, recipe.init])
-        if shape not in networks:
-            networks[shape] = Trainer([recipe], data[recipe.data]).network(0)
-        bound = json.dumps([shape, list(targets(recipe).items())])
-        if recipe.projects and recipe.at_most is not None and bound not in bounds:
-            bounds.add(bound)
-            refuse_unreachable(cast("Any", networks[shape]), recipe.at_most, COSTS[recipe.cost])
-
-
-# ---------------------------------------------------------------- what came out
 
 
 def _outcome(sweep: Sweep, home: Campaign, about: Mapping[str, Any], axis: Cost) -> Record:
@@ -325,16 +238,15 @@ def _outcome(sweep: Sweep, home: Campaign, about: Mapping[str, Any], axis: Cost)
         own = [identity(run) for run in sweep.of(point)]
         runs = [results[run] for run in own if run in results]
         notes = [failures[run] for run in own if run in failures]
-        entry: Record = {"label": point.label, "values": point.values, "recipe": point.recipe.to_dict(), "runs": runs}
-        entry |= {"finished": len(runs) + len(notes) == sweep.seeds, "diverged": notes, "front": None}
+        entry: Record = {"label": point.label, "values": sweep.values(point.recipe), "recipe": point.recipe.to_dict()}
+        entry |= {"runs": runs, "finished": len(runs) + len(notes) == sweep.seeds, "diverged": notes, "front": None}
         if runs:
             entry["mean"] = _mean(runs)
             # Without a residual path around a layer that has nothing left, there is no compact network.
             empty = any(0 in run.get("architecture", {}).values() for run in runs)
             entry["emptied"] = empty and not point.recipe.facts.residual
         points.append(entry)
-    finished = all(p["finished"] for p in points)
-    front: list[int] | None = None
+    finished, front = all(p["finished"] for p in points), None
     if finished:
         valid = [k for k, p in enumerate(points) if _is_network(p)]  # what is none beats nothing
         spots = [(points[k]["mean"]["kept"][axis], points[k]["mean"]["error_last"]) for k in valid]
@@ -364,7 +276,7 @@ def _mean(runs: Sequence[Record]) -> Record:
 def table(record: Record) -> Table:
     """A line for each point: errors with the 95 % interval over seeds, costs, and whether it is on the front."""
     varied = [field for field, values in record["grid"].items() if len(values) > 1]
-    title = f"{record['recipe']['name']}, {record['seeds']} seed{'s' * (record['seeds'] > 1)}"
+    title = f"{record['recipe']['name']}, {counted(record['seeds'], 'seed')}"
     right = ("best %", "last %", "density expected", "kept", "parameters", "MACs", "front")
     out = new_table(title, varied or ["recipe"], right)
     for point in record["points"]:
@@ -372,19 +284,12 @@ def table(record: Record) -> Table:
         if not point["runs"]:
             out.add_row(*left, *["diverged" if point["diverged"] else "–"] * 2, *["–"] * 4, "")
             continue
-        mean = point["mean"]
-        cells = [with_interval([run[name] for run in point["runs"]]) for name in ("error_best", "error_last")]
-        cells += [f"{100 * mean[kind]['l0_norm']:.1f} %" for kind in ("expected", "kept")]
-        for cost in ("params", "macs"):
-            share, run = mean["kept"][cost], point["runs"][0]
-            count = f"{share * run['costs'][cost]['dense']:,.0f} " if "costs" in run else "dense "
-            cells.append(f"{count}({100 * share:.1f} %)")
         note = "*" if point["front"] else ""
         if point["diverged"]:
             note = f"{len(point['diverged'])} diverged"
         elif point["emptied"]:
             note = "layer empty"
-        out.add_row(*left, *cells, note)
+        out.add_row(*left, *cells(point["runs"]), note)
     return out
 
 
@@ -400,7 +305,6 @@ def draw(record: Record, out: Path) -> list[Path]:
     points = [figures.Point(min(p["mean"]["kept"][axis], 1.0), p["mean"]["error_last"], p["label"]) for p in good]
     kinds = {(p["recipe"]["network"], p["recipe"]["data"]) for p in good}
     network, data = next(iter(kinds))
-    theirs = published(network, axis) if len(kinds) == 1 and data == "mnist" else []
-    means = f", means over {record['seeds']} seeds" if record["seeds"] > 1 else ""
-    title = record["recipe"]["name"] + means
+    theirs = figures.published(network, axis) if len(kinds) == 1 and data == "mnist" else []
+    title = record["recipe"]["name"] + f", means over {record['seeds']} seeds" * (record["seeds"] > 1)
     return figures.pareto(points, out / _FIGURE, cost=axis, title=title, published=theirs)

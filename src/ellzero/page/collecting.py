@@ -170,7 +170,7 @@ class _Search:
         try:
             if (path / "sweep.json").exists():
                 grid, _ = sweep.stored(path)
-                return {r.digest(): (grid.recipe.name, point.values) for point in grid.points for r in grid.of(point)}
+                return {run.digest(): (grid.recipe.name, grid.values(run)) for run in grid.runs}
             if file.exists():
                 settings = records.read(file)["settings"]
                 recipes, seeds = [Recipe.from_dict(values) for values in settings["recipes"]], range(settings["seeds"])

@@ -18,7 +18,6 @@ from urllib.parse import quote
 
 from ellzero.experiments import figures, networks
 from ellzero.experiments.statistics import interval, pareto
-from ellzero.experiments.study.literature import published
 from ellzero.page.charts import SERIES, Chart, axis, curve, dots, escaped, plus_minus, render, script_json
 from ellzero.page.collecting import COSTS, ERRORS, Cost, Finished, collect, label
 
@@ -90,7 +89,7 @@ class Kind(NamedTuple):
 
     def published(self, cost: Cost, error: str = "error_last") -> list[figures.Point]:
         """The papers' networks that may stand beside these: they were trained on all of MNIST."""
-        return published(self.network, cost, error.removeprefix("error_")) if self.data == "mnist" else []
+        return figures.published(self.network, cost, error.removeprefix("error_")) if self.data == "mnist" else []
 
 
 def kinds(runs: Sequence[Finished]) -> list[Kind]:
@@ -330,7 +329,7 @@ def _caption(kind: Kind, theirs: bool, several: bool) -> str:
             "Diamonds are the networks in Table 1 of Louizos et al. (2018) and of Gallego-Posada et al. (2021), "
             "computed from the architectures as printed; where only one of best and last error is printed, it is that."
         )
-    elif published(kind.network, "params"):
+    elif figures.published(kind.network, "params"):
         context = "The papers' networks are left out: they were trained on all of MNIST."
     parts = (
         "Each dot is a run: its test error against what its compact network keeps of the dense network.",

@@ -327,7 +327,7 @@ def test_other_data_and_another_number_of_processes_are_refused(tmp_path: Path) 
         short(folder, data=few)
     found = checkpoint.load(folder.checkpoints)
     digest, plain = identity([SHORT])
-    checkpoint.save(folder.checkpoints, {**found.state, "ranks": 2}, step=9, recipe_digest=digest, recipe=plain)
+    checkpoint.save(folder.checkpoints, {**found.state, "ranks": 2}, step=9, recipe_digest=digest, recipes=plain)
     with pytest.raises(CheckpointError, match=r"was trained with 2 processes and goes on with as many, got 1$"):
         short(folder)
     assert checkpoint.steps(folder.checkpoints)[-1] == 9

@@ -5,14 +5,6 @@ from ellzero.experiments.data.epochs import augment, crop_and_flip, epoch_genera
 from ellzero.experiments.data.loading import KNOWN, Dataset, load, stand_in
 
 __all__ = [
-    "KNOWN",
-    "DataError",
-    "Dataset",
-    "augment",
-    "crop_and_flip",
-    "epoch_generator",
-    "load",
-    "scaled",
-    "shuffled",
+    "KNOWN", "DataError", "Dataset", "augment", "crop_and_flip", "epoch_generator", "load", "scaled", "shuffled",
     "stand_in",
-]
+]  # fmt: skip

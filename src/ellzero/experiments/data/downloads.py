@@ -1,8 +1,7 @@
-"""Where data files come from: a folder of the user's, or a public mirror.
+"""What a data set is, and where its files come from: a folder of the user's, or a public mirror.
 
-A `File` says what a file must be, to the byte. `contents` finds files in a folder, unpacked or in their archive,
-fetches what is missing, and hands on nothing whose SHA-256 is not the original's. A download gets its name only when it
-is complete and checked. Nothing here knows what is in the files.
+`contents` hands on nothing whose SHA-256 is not the original's, and a download gets its name only when it is complete
+and checked. Nothing here knows what is in the files.
 """
 
 from __future__ import annotations
@@ -12,13 +11,15 @@ import io
 import os
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
+import numpy as np
 import pooch  # type: ignore[import-untyped]
 import requests
+from numpy.typing import NDArray
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ellzero.out.files import FileError, replacing, writing
@@ -37,28 +38,16 @@ class DataError(RuntimeError):
 @final
 @dataclass(frozen=True)
 class File:
-    """What a public file must be, and where it is offered.
+    """What a public file must be, and where it is offered."""
 
-    Args:
-        path: below the data folder, and in its archive.
-        size: in bytes.
-        sha256: digest of its contents, in hex.
-        urls: mirrors, in the order in which they are asked.
-        archive: the `.tar.gz` that holds it, if it is not offered by itself.
-    """
-
-    path: str
+    path: str  # below the data folder, and in its archive
     size: int
     sha256: str
-    urls: tuple[str, ...] = ()
-    archive: File | None = None
+    urls: tuple[str, ...] = ()  # mirrors, in the order in which they are asked
+    archive: File | None = None  # the `.tar.gz` that holds it, if it is not offered by itself
 
     def checked(self, data: bytes, name: str) -> bytes:
-        """The same bytes, if they are this file's.
-
-        Raises:
-            DataError: they are not; `name` is what the error calls them.
-        """
+        """The same bytes, if they are this file's; else a DataError, which calls them by `name`."""
         if len(data) != self.size:
             what = "cut off" if len(data) < self.size else "not the original"
             raise DataError(f"{name} is {what}: it has {len(data):,} bytes instead of {self.size:,}; {_REMEDY}")
@@ -68,18 +57,24 @@ class File:
         return data
 
 
+Bytes = NDArray[np.uint8]
+Split = tuple[Bytes, Bytes, Bytes, Bytes]  # training images (N, C, H, W) and labels (N,), test images and labels
+
+
+class Facts(NamedTuple):
+    """A data set. Each writes down its own, in a file of its own."""
+
+    shape: tuple[int, int, int]  # of an image: channels, height, width
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]  # per channel, of the training pixels in [0, 1], as the papers' code has it
+    std: tuple[float, ...]
+    read: Callable[[Sequence[tuple[bytes, str]]], Split]  # of the contents of `files`, each with its name for errors
+    files: tuple[File, ...] = ()  # none if it comes with the library
+
+
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder that data files are looked up in and downloaded to.
-
-    Args:
-        data_dir: the folder; if absent, what `$ELLZERO_DATA` names; if that is not set, the user's cache.
-
-    Raises:
-        DataError: there is no such folder. (The cache is made when it is needed.)
-
-    Example:
-        >>> data_folder(".").is_dir()
-        True
+    """The folder that data files are looked up in and downloaded to: `data_dir`, else what `$ELLZERO_DATA` names, else
+    the user's cache, which is made when it is needed.
     """
     for name, value in (("`data_dir`", data_dir), (f"${VARIABLE}", os.environ.get(VARIABLE))):
         if value:
@@ -93,20 +88,12 @@ def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
 def contents(files: Sequence[File], folder: Path) -> list[bytes]:
     """The contents of files, from the folder where it has them, and downloaded into it where not.
 
-    A file that lies there by itself is preferred to the same in an archive. What is there and is wrong is refused, and
-    never overwritten: it may be the user's.
-
-    Args:
-        files: which.
-        folder: where; see `data_folder`.
-
-    Raises:
-        DataError: a file is cut off or corrupted, or no mirror gives it.
+    A file that lies there by itself is preferred to the same in an archive. What is there and is wrong is refused by a
+    DataError, and never overwritten: it may be the user's.
     """
     found: dict[File, bytes] = {}
     for file in files:
-        path = folder / file.path
-        if path.is_file() or file.archive is None:
+        if (folder / file.path).is_file() or file.archive is None:
             found[file] = _fetched(file, folder)
     for archive in {file.archive for file in files if file not in found and file.archive is not None}:
         members = {file.path: file for file in files if file.archive == archive and file not in found}

@@ -1,7 +1,7 @@
 """What an epoch is made of, made where the images are: their order, crops and flips, and pixels as numbers.
 
-All that is random in an epoch is drawn at its beginning from one generator, a function of (seed, epoch); so an epoch
-can be taken up again at any batch. Nothing here knows which data set it is.
+All that is random is drawn at its beginning from one generator, a function of (seed, epoch); so an epoch can be taken
+up again at any batch. Nothing here knows which data set it is.
 """
 
 from __future__ import annotations
@@ -18,17 +18,7 @@ _AT_ONCE = 10_000  # images that are cropped together: a few large operations, a
 
 
 def epoch_generator(seed: int, epoch: int) -> Generator:
-    """The generator of all that is random in an epoch's data. Nothing need be saved to have it again.
-
-    Args:
-        seed: of the run, not negative.
-        epoch: its number, not negative.
-
-    Example:
-        >>> a, b = epoch_generator(0, 7), epoch_generator(0, 7)
-        >>> bool((torch.randperm(100, generator=a) == torch.randperm(100, generator=b)).all())
-        True
-    """
+    """The generator of all that is random in an epoch's data. Nothing need be saved to have it again."""
     for name, value in (("seed", seed), ("epoch", epoch)):
         if value < 0:
             raise ValueError(f"`{name}` must not be negative, got {value}")
@@ -40,37 +30,19 @@ def shuffled(images: int, size: int, generator: Generator) -> Tensor:
     """The order of an epoch: which images are in each batch, (batches, size), on the generator's device.
 
     Every image comes at most once; what does not fill a batch is left out.
-
-    Example:
-        >>> order = shuffled(7, 3, epoch_generator(0, 0))
-        >>> order.shape, order.unique().numel()
-        (torch.Size([2, 3]), 6)
     """
     count = images // size
     return torch.randperm(images, generator=generator, device=generator.device)[: count * size].view(count, size)
 
 
-def scaled(
-    images: Tensor, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,), dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Bytes to numbers: (x / 255 − mean) / std for each channel, which is x / 255 in [0, 1] by default.
-
-    Args:
-        images: of bytes, (N, C, H, W).
-        mean: per channel, of x / 255.
-        std: per channel, of x / 255.
-        dtype: of the result. The arithmetic is in float32.
-
-    Example:
-        >>> scaled(torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)).flatten()
-        tensor([0.0000, 0.2000, 1.0000])
-    """
+def scaled(images: Tensor, mean: Sequence[float] = (0.0,), std: Sequence[float] = (1.0,)) -> Tensor:
+    """Bytes (N, C, H, W) to numbers: (x / 255 − mean) / std for each channel."""
     if images.dtype is not torch.uint8:
         raise TypeError(f"`images` must be of bytes (torch.uint8), got {images.dtype}")
     if any(s <= 0 for s in std):
         raise ValueError(f"`std` must be positive, got {tuple(std)}")
     shift, scale = (_by_channel(tuple(v), images.device) for v in (mean, std))
-    return images.to(torch.float32).div_(255).sub_(shift).div_(scale).to(dtype)
+    return images.to(torch.float32).div_(255).sub_(shift).div_(scale)
 
 
 @cache  # a step that is captured can take nothing from the host, so it must find them there
@@ -79,23 +51,9 @@ def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, pad: int) -> Tensor:
-    """Cuts from each image, with `pad` black pixels around it, a window of its own size, and mirrors some of them.
+    """Cuts from each image, with `pad` black pixels around it, a window of its own size, and mirrors those of `flip`.
 
-    Args:
-        images: (N, C, H, W).
-        top: first row of each window, 0 to 2·pad, (N,).
-        left: first column, likewise.
-        flip: whether it is mirrored left to right, (N,) of bool.
-        pad: black pixels on each side.
-
-    Returns:
-        Images of the same shape.
-
-    Example:
-        >>> x = torch.tensor([[1, 2], [3, 4]]).view(1, 1, 2, 2)
-        >>> crop_and_flip(x, torch.tensor([2]), torch.tensor([1]), torch.tensor([True]), pad=1).view(2, 2)
-        tensor([[4, 3],
-                [0, 0]])
+    The windows begin at the rows `top` and the columns `left`, 0 to 2·pad.
     """
     if pad:
         height, width = images.shape[2:]
@@ -106,13 +64,8 @@ def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, pad: 
 
 
 def augment(images: Tensor, generator: Generator, out: Tensor, pad: int = 4) -> None:
-    """Crops and flips every image at random, as the papers on CIFAR do.
-
-    Args:
-        images: of bytes, (N, C, H, W).
-        generator: on the CPU, so that it draws the same for every device.
-        out: of the same shape; gets the images. In place, because a captured step reads them there.
-        pad: black pixels around an image, from which a window of its size is cut.
+    """Crops and flips every image at random into `out`, as the papers on CIFAR do. In place, because a captured step
+    reads them there; the generator is on the CPU, so that it draws the same for every device.
     """
     n = len(images)
     top, left = torch.randint(2 * pad + 1, (2, n), generator=generator)

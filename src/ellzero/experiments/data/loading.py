@@ -1,7 +1,6 @@
 """`load` gives a whole data set as tensors on a device, `stand_in` noise of the same shape.
 
-A data set is a file beside this one with its `Facts`, and a line in `KNOWN`. Nothing here knows what is in the files,
-nor of networks, gates or training.
+A data set is a file beside this one with its `Facts`, and a line in `KNOWN`. Nothing here knows what is in the files.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import torch
 from torch import Tensor
 
 from ellzero.experiments.data.cifar import CIFAR_10, CIFAR_100
-from ellzero.experiments.data.downloads import contents, data_folder
-from ellzero.experiments.data.facts import Facts
-from ellzero.experiments.data.mnist import MNIST
-from ellzero.experiments.data.mnist5k import MNIST5K
+from ellzero.experiments.data.downloads import Facts, contents, data_folder
+from ellzero.experiments.data.mnist import MNIST, MNIST5K
 
 KNOWN = {"mnist": MNIST, "mnist5k": MNIST5K, "cifar10": CIFAR_10, "cifar100": CIFAR_100}
 
@@ -27,29 +24,16 @@ KNOWN = {"mnist": MNIST, "mnist5k": MNIST5K, "cifar10": CIFAR_10, "cifar100": CI
 @final
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A whole data set, on one device.
+    """A whole data set, on one device."""
 
-    Args:
-        name: as `load` knows it.
-        train_x: images to train on, bytes, (N, C, H, W).
-        train_y: their classes, (N,) of int64.
-        test_x: images to test on.
-        test_y: their classes.
-        classes: names of the classes.
-        mean: per channel, of the training pixels in [0, 1], as the papers' code has it.
-        std: per channel, likewise.
-        source: where it came from.
-    """
-
-    name: str
-    train_x: Tensor
-    train_y: Tensor
+    name: str  # as `load` knows it
+    train_x: Tensor  # bytes, (N, C, H, W)
+    train_y: Tensor  # classes, (N,) of int64
     test_x: Tensor
     test_y: Tensor
     classes: tuple[str, ...]
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # per channel, of the training pixels in [0, 1], as the papers' code has it
     std: tuple[float, ...]
-    source: str
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,55 +46,38 @@ def load(
 ) -> Dataset:
     """Loads a data set onto a device.
 
-    The files are looked up in `data_dir`, or the folder that `$ELLZERO_DATA` names, or the user's cache: `mnist/` with
-    the four idx `.gz` files, `cifar-10-batches-bin/` and `cifar-100-binary/` with the `.bin` files, or
-    `cifar-10-binary.tar.gz` and `cifar-100-binary.tar.gz`. What is missing there is downloaded to there. A file that is
-    not the original, to the bit, is refused.
-
     Args:
         name: "mnist", "cifar10", "cifar100" (its 100 fine classes), or "mnist5k": 4,000 + 1,000 images of MNIST's
             training set that come with the library.
-        data_dir: folder of the files.
+        data_dir: the folder that files are looked up in, and downloaded to where they are missing: `mnist/` with the
+            four idx `.gz` files, `cifar-10-batches-bin/` and `cifar-100-binary/` with the `.bin` files, or the archives
+            `cifar-10-binary.tar.gz` and `cifar-100-binary.tar.gz`. Else what `$ELLZERO_DATA` names, else the user's
+            cache.
         device: where the tensors go.
 
     Raises:
-        ValueError: there is no such data set.
-        DataError: a file is cut off or corrupted, or cannot be downloaded; or there is no such folder.
+        DataError: a file is not the original, to the bit, or cannot be downloaded; or there is no such folder.
 
     Example:
         >>> data = load("mnist5k")
         >>> data.train_x.shape, data.test_x.shape, data.train_x.dtype
         (torch.Size([4000, 1, 28, 28]), torch.Size([1000, 1, 28, 28]), torch.uint8)
     """
-    facts, source, found = _find(name), "ellzero", []
+    facts, found = _find(name), []
     if facts.files:
         folder = data_folder(data_dir)
         names = (str(folder / file.path) for file in facts.files)
-        source, found = str(folder), list(zip(contents(facts.files, folder), names, strict=True))
+        found = list(zip(contents(facts.files, folder), names, strict=True))
     split = facts.read(found)
     # Copied: what was read may not be written to, and torch knows no such tensors.
     train_x, test_x = (torch.from_numpy(x.copy()).to(device) for x in split[::2])
     train_y, test_y = (torch.from_numpy(y.astype(np.int64)).to(device) for y in split[1::2])
-    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std, source)
+    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std)
 
 
 def stand_in(name: str, images: int = 2, device: str | torch.device | None = "cpu") -> Dataset:
-    """A data set with the shape, classes, mean and deviation of a known one, and noise for images.
-
-    Networks can be built with it, looked at and made smaller where the files are not at hand.
-
-    Args:
-        name: as for `load`.
-        images: how many there are to train on, and as many to test on.
-        device: where the tensors go.
-
-    Raises:
-        ValueError: there is no such data set, or `images` is less than 1.
-
-    Example:
-        >>> data = stand_in("cifar100")
-        >>> data.train_x.shape, len(data.classes), data.source
-        (torch.Size([2, 3, 32, 32]), 100, 'noise')
+    """A data set with the shape, classes, mean and deviation of a known one, and noise for images: as many to train on
+    as to test on. Networks can be built with it, looked at and made smaller where the files are not at hand.
     """
     facts = _find(name)
     if images < 1:
@@ -119,7 +86,7 @@ def stand_in(name: str, images: int = 2, device: str | torch.device | None = "cp
     draw = torch.Generator().manual_seed(0)
     train_x, test_x = (torch.randint(256, shape, generator=draw, dtype=torch.uint8).to(device) for _ in range(2))
     train_y, test_y = (torch.randint(len(facts.classes), (images,), generator=draw).to(device) for _ in range(2))
-    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std, "noise")
+    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std)
 
 
 def _find(name: str) -> Facts:

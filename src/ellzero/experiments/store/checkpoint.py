@@ -1,23 +1,23 @@
 """Checkpoints: a run's state in a folder, of which a crash at any moment leaves the newest complete one readable.
 
-A checkpoint is one safetensors file, `step-….safetensors`: the tensors of the state, and in the header, as JSON, the
-containers and numbers around them, the recipe, and a SHA-256 of it all. There is no pickle and no code in it, and any
-tool that reads safetensors can open it. A file gets its name when it is on the disk to the last byte. One process
-writes to a folder at a time. What the state means is the business of `training`; here it is tensors and plain data.
+A checkpoint is one safetensors file without pickle and code: the tensors of the state, and in the header, as JSON, what
+is around them, the recipes, and a SHA-256 of it all. It gets its name when it is on the disk to the last byte. One
+process writes to a folder at a time. What the state means is not known here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, final
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -27,6 +27,7 @@ from ellzero.out.files import FileError, remove_leftovers, write_bytes, writing
 from ellzero.out.saving import installed_version, serialized
 
 FORMAT, FORMAT_VERSION = "ellzero.checkpoint", 1
+Recipes = Sequence[Mapping[str, Any]]  # of a stack, as plain data
 
 
 @final
@@ -34,119 +35,77 @@ class CheckpointError(Exception):
     """A checkpoint could not be written or read, or is not this run's; the message says what to do about it."""
 
 
+class _DamagedError(Exception):
+    """A file is cut off, changed or unreadable; an older one may do."""
+
+
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` found.
-
-    Args:
-        path: the file.
-        step: of the run, as given to `save`.
-        state: as given to `save`, with its tensors on the CPU.
-        messages: a sentence for each newer file that could not be read; tell the user.
-    """
+    """What `load` found."""
 
     path: Path
     step: int
-    state: dict[str, Any]
-    messages: tuple[str, ...] = ()
+    state: dict[str, Any]  # as given to `save`, with its tensors on the CPU
+    messages: tuple[str, ...] = ()  # a sentence for each newer file that could not be read; tell the user
 
 
 def save(
-    folder: str | os.PathLike[str],
+    folder: Path,
     state: Mapping[str, Any],
     *,
     step: int,
     recipe_digest: str | None = None,
-    recipe: Any = None,
+    recipes: Recipes | None = None,
     keep: int = 2,
 ) -> Path:
-    """Writes a checkpoint, all or nothing, and removes all but the last `keep`.
+    """Writes a checkpoint, all or nothing, and then removes all but the last `keep`; one of the same step is replaced.
 
-    The new one is on the disk, with its name, before an older one is removed. What killed writes left is removed first.
-
-    Args:
-        folder: where to; made if it does not exist.
-        state: nested dictionaries (keys: str, int, None), lists and tuples of tensors, str, int, float, bool and None.
-        step: number of the checkpoint; the highest is the newest. One with the same number is replaced.
-        recipe_digest: says which recipe the state belongs to; `load` refuses another.
-        recipe: the recipe as plain data (`Recipe.to_dict()`, or a list of them), to say then in what they differ.
-        keep: how many checkpoints remain, this one included.
-
-    Returns:
-        The file.
-
-    Raises:
-        TypeError: `state` holds something else; nothing is written.
-        ValueError: `step` or `keep` do not make sense.
-        CheckpointError: the folder cannot be written to, or the disk is full. Older checkpoints are still there.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for step in range(5):
-        ...         path = save(folder, {"w": torch.ones(2) * step, "lr": 0.1}, step=step, keep=2)
-        ...     path.name, steps(folder), load(folder).state
-        ('step-000000004.safetensors', [3, 4], {'w': tensor([4., 4.]), 'lr': 0.1})
+    A state is nested dictionaries (keys: str, int, None), lists and tuples of tensors, str, int, float, bool and None.
+    The digest says which recipes it belongs to, and these, in what others differ. A CheckpointError says that it cannot
+    be written; older checkpoints are still there then.
     """
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
-    data = _encode(state, step, recipe_digest, recipe)
-    home = Path(folder)
-    target = _file(home, step)
+    if not isinstance(state, Mapping):
+        raise TypeError(f"`state` must be a dictionary, got {type(state).__name__}")
+    tensors: dict[str, Tensor] = {}
+    tree, target = _flatten(state, "state", tensors), _file(folder, step)
+    header = json.dumps({"step": step, "recipe_digest": recipe_digest, "recipe": recipes, "state": tree})
+    about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
+    about |= {"torch": torch.__version__, "header": header, "sha256": _checksum(header, tensors)}
+    data = serialized(tensors, about)
     try:
-        with writing(home):
-            home.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(home, "step-*")  # first, because the disk may be full of them
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(folder, "step-*")  # first, because the disk may be full of them
             write_bytes(target, data)
-            older = [number for number in steps(home) if number < step]
+            older = [number for number in steps(folder) if number < step]
             for number in older[: max(0, len(older) + 1 - keep)]:
-                _file(home, number).unlink(missing_ok=True)
+                _file(folder, number).unlink(missing_ok=True)
     except FileError as error:
         found: list[int] = []
         with suppress(OSError):  # a folder that cannot be read either
-            found = steps(home)
+            found = steps(folder)
         kept = f"the checkpoint of step {found[-1]} is still there" if found else "there is no older one"
         raise CheckpointError(f"{error}; a checkpoint needs {len(data) / 1e6:.1f} MB; {kept}") from error
     return target
 
 
-def steps(folder: str | os.PathLike[str]) -> list[int]:
+def steps(folder: Path) -> list[int]:
     """The numbers of the checkpoints in a folder, rising, read or not; none where there is no folder."""
-    home = Path(folder)
-    names = [path.name for path in home.iterdir()] if home.is_dir() else []
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d{9,})\.safetensors", name)))
 
 
-def load(path: str | os.PathLike[str], recipe_digest: str | None = None, recipe: Any = None) -> Checkpoint:
-    """Reads the newest checkpoint of a folder that is complete and undamaged; or one file.
-
-    Args:
-        path: the folder, or one file in it.
-        recipe_digest: of the run that is to go on; None for any.
-        recipe: its recipe as plain data, to say in what it differs.
-
-    Returns:
-        The checkpoint. Where newer files are damaged, its `messages` say so.
-
-    Raises:
-        CheckpointError: there is none, none can be read, or it is of another recipe or of another format.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = save(folder, {"w": torch.ones(2)}, step=1)
-        ...     newest = save(folder, {"w": torch.ones(2)}, step=2)
-        ...     _ = newest.write_bytes(newest.read_bytes()[:-1])
-        ...     found = load(folder)
-        >>> found.step, found.messages
-        (1, ('step-000000002.safetensors is damaged (...) and is passed over for step-000000001.safetensors',))
+def load(path: Path, recipe_digest: str | None = None, recipes: Recipes | None = None) -> Checkpoint:
+    """Reads the newest checkpoint of a folder that is complete and undamaged, or one file; of any recipe, or of the one
+    with this digest. A CheckpointError says that there is none, or none that can be read, or of another recipe.
     """
-    source = Path(path)
-    candidates = [_file(source, step) for step in reversed(steps(source))] if source.is_dir() else [source]
+    candidates = [_file(path, step) for step in reversed(steps(path))] if path.is_dir() else [path]
     if not candidates or not candidates[0].exists():
-        raise CheckpointError(f"`path` must be a checkpoint or a folder with one, and there is none at {str(source)!r}")
+        raise CheckpointError(f"`path` must be a checkpoint or a folder with one, and there is none at {str(path)!r}")
     damages: list[str] = []
     for candidate in candidates:
         try:
@@ -155,17 +114,17 @@ def load(path: str | os.PathLike[str], recipe_digest: str | None = None, recipe:
             damages.append(f"{candidate.name} is damaged ({damage})")
             continue
         if recipe_digest is not None and header["recipe_digest"] != recipe_digest:
-            _refuse_recipe(candidate, header["recipe"], recipe)
+            _refuse_recipe(candidate, header["recipe"], recipes)
         messages = (f"{damage} and is passed over for {candidate.name}" for damage in damages)
         return Checkpoint(candidate, header["step"], state, tuple(messages))
-    raise CheckpointError(f"no checkpoint in {str(source)!r} can be read: {'; '.join(damages)}")
+    raise CheckpointError(f"no checkpoint in {str(path)!r} can be read: {'; '.join(damages)}")
 
 
-def _file(folder: str | os.PathLike[str], step: int) -> Path:
-    return Path(folder) / f"step-{step:09d}.safetensors"
+def _file(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:09d}.safetensors"
 
 
-def _refuse_recipe(path: Path, theirs: Any, ours: Any) -> NoReturn:
+def _refuse_recipe(path: Path, theirs: Recipes | None, ours: Recipes | None) -> NoReturn:
     found = [] if theirs is None or ours is None else differences(_fields(theirs), _fields(ours))
     raise CheckpointError(
         f"{str(path)!r} is a checkpoint of another recipe: {'; '.join(found) or 'it does not say in what it differs'}. "
@@ -173,35 +132,10 @@ def _refuse_recipe(path: Path, theirs: Any, ours: Any) -> NoReturn:
     )
 
 
-def _fields(recipe: Any) -> dict[str, Any]:
+def _fields(stack: Recipes) -> dict[str, Any]:
     """All fields but names, which are no part of a digest; those of a stack with the number of the run: `1.seed`."""
-    stack = recipe if isinstance(recipe, list) else [recipe]
     numbered = [(f"{run}." if len(stack) > 1 else "", fields) for run, fields in enumerate(stack)]
     return {number + name: value for number, fields in numbered for name, value in fields.items() if name != "name"}
-
-
-# ---------------------------------------------------------------- the file
-
-
-class _DamagedError(Exception):
-    """A file is cut off, changed or unreadable; an older one may do."""
-
-
-def _encode(state: Mapping[str, Any], step: int, recipe_digest: str | None, recipe: Any) -> bytes:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"`state` must be a dictionary, got {type(state).__name__}")
-    tensors: dict[str, Tensor] = {}
-    tree = _flatten(state, "state", tensors)
-    header = json.dumps({"step": step, "recipe_digest": recipe_digest, "recipe": recipe, "state": tree})
-    metadata = {
-        "format": FORMAT,
-        "format_version": str(FORMAT_VERSION),
-        "ellzero": installed_version(),
-        "torch": torch.__version__,
-        "header": header,
-        "sha256": _checksum(header, tensors),
-    }
-    return serialized(tensors, metadata)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -244,9 +178,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     match value:
         case Tensor():
             if value.layout != torch.strided or value.is_meta:
-                raise TypeError(
-                    f"`{path}` must be a plain dense tensor, got one that is {value.layout} on {value.device}"
-                )
+                found = f"{value.layout} on {value.device}"
+                raise TypeError(f"`{path}` must be a plain dense tensor, got one that is {found}")
             name = f"{len(tensors)}:{path.removeprefix('state.')}"  # numbered, because a key may have dots in it
             tensors[name] = value.detach().to("cpu", copy=True).contiguous()
             return {"tensor": name}
@@ -275,3 +208,38 @@ def _unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         case list():
             return [_unflatten(item, tensors) for item in tree]
     return tree
+
+
+def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The state of every global random generator: Python's, numpy's, torch's on the CPU and, on a GPU, that one's."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (the global one is meant)
+    state: dict[str, Any] = {
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.device(device).type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+    """Puts every global random generator back where it was; a ValueError where that was another kind of device."""
+    cuda = torch.device(device).type == "cuda"
+    if cuda != ("cuda" in state):
+        there, here = ("a GPU", "the CPU") if "cuda" in state else ("the CPU", "a GPU")
+        raise ValueError(f"`state` must be of the kind of device that the run is on, got one of {there} for {here}")
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if cuda:
+        torch.cuda.set_rng_state(state["cuda"], device)

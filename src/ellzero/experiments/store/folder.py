@@ -2,12 +2,11 @@
 
     run.json            the recipes, and what is needed to repeat the run
     history.jsonl       one line of JSON per run and evaluated epoch
-    checkpoints/        those of `checkpoint`
+    checkpoints/        see `checkpoint`
     results.json        one entry per recipe, when the run is finished
     compact.safetensors the compact network, which `ellzero train` puts there
 
-A folder holds one run, or a stack of runs that were trained together. Files appear when they are complete. What the
-records and results mean is the business of `training`; here they are plain data.
+Files appear when they are complete. What records and results mean is not known here: they are plain data.
 """
 
 from __future__ import annotations
@@ -37,21 +36,8 @@ _COMPACT = "compact.safetensors"
 
 @final
 class Folder:
-    """A run on disk, or a stack of runs that are trained together. Made by `create` and by `open`.
-
-    Args:
-        path: the folder.
-        recipes: one for each run.
-        about: what is needed to repeat the run, as `provenance` gives it.
-
-    Example:
-        >>> import tempfile
-        >>> from ellzero.experiments.papers import get
-        >>> with tempfile.TemporaryDirectory() as home:
-        ...     folder = Folder.create(Path(home, "demo"), [get("demo")])
-        ...     folder.log([{"epoch": 1, "error": 5.0}, {"epoch": 2, "error": math.nan}])
-        ...     Folder.open(folder.path).history()
-        [{'epoch': 1, 'error': 5.0}, {'epoch': 2, 'error': None}]
+    """A run on disk, or a stack of runs that are trained together, each with its recipe; `about` is what is needed to
+    repeat them, as `provenance` gives it. Made by `create` and by `open`.
     """
 
     def __init__(self, path: Path, recipes: list[Recipe], about: dict[str, Any]) -> None:
@@ -62,17 +48,9 @@ class Folder:
     def create(
         cls, path: str | os.PathLike[str], recipes: Sequence[Recipe], about: Mapping[str, Any] | None = None
     ) -> Self:
-        """Makes the folder of a new run; what else lies in it is left alone.
+        """Makes the folder of a new run, and those above it; what else lies in it is left alone.
 
-        Args:
-            path: the folder; it and those above it are made where they do not exist.
-            recipes: one for each run.
-            about: what is needed to repeat the run, as plain data.
-
-        Raises:
-            ValueError: there are no recipes.
-            FolderError: it holds a run already.
-            FileError: it cannot be written to.
+        A FolderError says that it holds a run already, a FileError that it cannot be written to.
         """
         home = Path(path)
         if not recipes:
@@ -92,11 +70,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """The run in a folder.
-
-        Raises:
-            FolderError: there is none, or `run.json` is damaged or of another version.
-        """
+        """The run in a folder; a FolderError says that there is none, or that it is damaged or of another version."""
         home = Path(path)
         if not home.is_dir():
             there = f"got the file {str(home)!r}" if home.exists() else f"and there is none at {str(home)!r}"
@@ -121,10 +95,8 @@ class Folder:
     def locked(self) -> Iterator[None]:
         """Keeps other processes from training in this folder; the lock goes with the process, however it ends.
 
-        What a killed training left half written is removed: nobody else writes these files now.
-
-        Raises:
-            FolderError: another process has it.
+        What a killed training left half written is removed: nobody else writes these files now. A FolderError says
+        that another process has it.
         """
         if fcntl is None:  # Windows has no such lock
             yield
@@ -142,26 +114,12 @@ class Folder:
                 remove_leftovers(self.checkpoints, "step-*")
             yield
 
-    # ---- history ----------------------------------------------------------------------------------------------------
-
     def history(self) -> list[dict[str, Any]]:
-        """All records, in the order in which they were written, without one that was cut off in the end.
-
-        Raises:
-            FolderError: a line before the last is no record, or the file cannot be read.
-        """
+        """All records, in the order in which they were written, without one that was cut off in the end."""
         return [record for record, _ in self._lines()]
 
     def log(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds records to the history; they are on the disk when this returns.
-
-        Args:
-            records: plain data; NaN and infinity, which JSON does not know, are written as null.
-
-        Raises:
-            FileError: the file cannot be written.
-            FolderError: it is damaged.
-        """
+        """Adds records to the history; they are on the disk when this returns."""
         file = self.path / _HISTORY
         data = "".join(_line(record) for record in records).encode()
         whole = None if self._ends_in_a_record else sum(size for _, size in self._lines())
@@ -175,13 +133,7 @@ class Folder:
         self._ends_in_a_record = True
 
     def cut(self, count: int) -> None:
-        """Keeps the first `count` records only: what came after a checkpoint comes again when the run goes on from it.
-
-        Raises:
-            ValueError: `count` is negative.
-            FolderError: there are fewer, or the file is damaged.
-            FileError: it cannot be written.
-        """
+        """Keeps the first `count` records: those after a checkpoint come again when the run goes on from it."""
         if count < 0:
             raise ValueError(f"`count` must not be negative, got {count}")
         lines = self._lines()
@@ -202,35 +154,24 @@ class Folder:
             raise FolderError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
         records = []
         for number, line in enumerate(lines, 1):
-            record = _parsed(line)
-            if record is None and number < len(lines):
-                raise FolderError(f"{str(file)!r} is damaged: line {number} of {len(lines)} is no record")
-            if record is not None:
+            try:
+                record = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                record = None
+            if isinstance(record, dict):
                 records.append((record, len(line)))
+            elif number < len(lines):
+                raise FolderError(f"{str(file)!r} is damaged: line {number} of {len(lines)} is no record")
         return records
 
-    # ---- results ----------------------------------------------------------------------------------------------------
-
     def finish(self, results: Sequence[Mapping[str, Any]]) -> None:
-        """Writes what came out, and with that says that the run is finished.
-
-        Args:
-            results: one for each recipe, plain data.
-
-        Raises:
-            ValueError: there are more or fewer.
-            FileError: the file cannot be written.
-        """
+        """Writes what came out, one for each recipe, and with that says that the run is finished."""
         if len(results) != len(self.recipes):
             raise ValueError(f"`results` must be one for each of {len(self.recipes)} recipes, got {len(results)}")
         records.write(self.path / _RESULTS, results, indent=2)
 
     def results(self) -> list[dict[str, Any]] | None:
-        """What came out, one for each recipe; None of a run that is not finished.
-
-        Raises:
-            FolderError: the file is damaged.
-        """
+        """What came out, one for each recipe; None of a run that is not finished."""
         file = self.path / _RESULTS
         if not file.exists():
             return None
@@ -240,31 +181,10 @@ class Folder:
         return content
 
 
-def refuse_busy(home: Path) -> None:
-    """Says no to what would remove the runs in a folder while another process trains one of them.
-
-    Args:
-        home: whose folders are those of runs, damaged or not; it need not be there.
-
-    Raises:
-        FolderError: another process does.
-    """
-    for file in sorted(home.glob(f"*/{_RUN}")):
-        with Folder(file.parent, [], {}).locked():
-            pass
-
-
 def pace(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
     """How long an epoch of training took, from record to record: first and last epoch, and seconds for each between.
 
     Compilation is in them. Records of the same epoch, as there are where units are closed at the end, count as one.
-
-    Args:
-        history: records of one run, with "epoch" and "seconds" since the record before.
-
-    Example:
-        >>> pace([{"epoch": 2, "seconds": 9.0}, {"epoch": 7, "seconds": 10.0}, {"epoch": 7, "seconds": 0.1}])
-        [(0.0, 2.0, 4.5), (2.0, 7.0, 2.0)]
     """
     out = []
     before = spent = 0.0
@@ -282,15 +202,4 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(records.plain(record), allow_nan=False) + "\n"
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, if it is whole."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-__all__ = ["Folder", "FolderError", "pace", "refuse_busy"]
+__all__ = ["Folder", "FolderError", "pace"]

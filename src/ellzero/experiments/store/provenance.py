@@ -19,19 +19,10 @@ from ellzero.out.saving import installed_version
 
 
 def provenance(device: torch.device | str) -> dict[str, Any]:
-    """What is needed to repeat a result: commit, versions, device, date, command.
+    """What is needed to repeat a result on this device, in words by name.
 
-    Args:
-        device: that the run is on.
-
-    Returns:
-        Words by name. `commit` is that of the source tree this file is tracked in, or `$COMMIT`, or None; it ends in
-        "-dirty" where the tree has changes.
-
-    Example:
-        >>> about = provenance("cpu")
-        >>> about["torch"] == torch.__version__, about["device"].startswith("CPU")
-        (True, True)
+    `commit` is that of the source tree this file is tracked in, or `$COMMIT`, or None; it ends in "-dirty" where the
+    tree has changes.
     """
     return {
         "commit": _commit() or os.environ.get("COMMIT"),

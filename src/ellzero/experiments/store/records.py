@@ -18,12 +18,7 @@ class FolderError(Exception):
 
 
 def plain(value: Any) -> Any:
-    """The same data as JSON can hold it: NaN and infinity become None, tuples lists.
-
-    Example:
-        >>> plain({"error": math.nan, "at": (1, 2.5)})
-        {'error': None, 'at': [1, 2.5]}
-    """
+    """The same data as JSON can hold it: NaN and infinity become None, tuples lists."""
     match value:
         case float() if not math.isfinite(value):
             return None
@@ -35,20 +30,12 @@ def plain(value: Any) -> Any:
 
 
 def write(path: Path, content: Any, indent: int | None = None) -> None:
-    """Writes plain data as a JSON file, whole or not at all.
-
-    Raises:
-        FileError: it cannot be written.
-    """
+    """Writes plain data as a JSON file, whole or not at all; a FileError says why it cannot."""
     write_text(path, json.dumps(plain(content), indent=indent, allow_nan=False) + "\n")
 
 
 def read(path: Path) -> Any:
-    """What a JSON file holds.
-
-    Raises:
-        FolderError: it cannot be read, or is damaged.
-    """
+    """What a JSON file holds; a FolderError says that it cannot be read, or is damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -58,10 +45,8 @@ def read(path: Path) -> Any:
 
 
 def read_format(path: Path, kind: str, version: int) -> dict[str, Any]:
-    """What a JSON file holds that says its own format: the keys `format` and `format_version`.
-
-    Raises:
-        FolderError: it cannot be read, is damaged, or is of another format or version.
+    """What a JSON file holds that says its own format by the keys `format` and `format_version`; a FolderError where
+    it says another.
     """
     content = read(path)
     if not isinstance(content, dict) or content.get("format") != kind:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.store import checkpoint, randomness
+from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.trainer import Trainer
@@ -77,7 +77,7 @@ def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
             if isinstance(value, Tensor) and value.shape == parameter.shape != torch.Size():
                 known[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     trainer.lagrangian.load(state["lagrangian"])
-    randomness.set_random_state(state["own"][trainer.rank]["random"], trainer.device)
+    checkpoint.set_random_state(state["own"][trainer.rank]["random"], trainer.device)
 
 
 def _shrink_like(trainer: Trainer, state: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ def _shrink_like(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 def _own(trainer: Trainer) -> dict[str, Any]:
     """What is another in each process."""
-    return {"losses": trainer.step.losses.cpu(), "random": randomness.random_state(trainer.device)}
+    return {"losses": trainer.step.losses.cpu(), "random": checkpoint.random_state(trainer.device)}
 
 
 def save(trainer: Trainer, folder: Folder) -> None:
@@ -104,7 +104,7 @@ def save(trainer: Trainer, folder: Folder) -> None:
     now["own"] = parallel.gathered(now["own"][0])
     if trainer.rank == 0:
         digest, plain = identity(trainer.recipes)
-        checkpoint.save(folder.checkpoints, now, step=trainer.steps_done, recipe_digest=digest, recipe=plain)
+        checkpoint.save(folder.checkpoints, now, step=trainer.steps_done, recipe_digest=digest, recipes=plain)
 
 
 def resume(trainer: Trainer, folder: Folder, *, cut: bool = True) -> bool:
