@@ -39,6 +39,7 @@ def macs_of_wrn_10_1(*hidden: int) -> int:
     return out + 64 * 10
 
 
+@pytest.mark.slow
 def test_wide_networks_are_compared_with_the_dense_one_in_the_same_loop(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

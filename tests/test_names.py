@@ -83,6 +83,7 @@ def test_a_name_that_never_was_fails_as_it_does_everywhere() -> None:
         assert "is now" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_importing_takes_no_plots_and_no_pages_and_drawing_takes_no_pyplot(tmp_path: Path) -> None:
     heavy = {"matplotlib", "plotly", "scipy", "rich.console", "ellzero.experiments", "ellzero.page", "ellzero.cli"}
     code = f"""

@@ -306,6 +306,7 @@ def test_help_and_version(run: Run) -> None:
     assert out.startswith("ellzero ")
 
 
+@pytest.mark.slow
 def test_as_a_program(tmp_path: Path) -> None:
     """`python -m ellzero` finds modules of the working directory, and prints nothing but the answer.
 

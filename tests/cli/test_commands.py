@@ -571,6 +571,7 @@ def test_compact_writes_the_network_that_training_wrote(run: Run, home: Path, tm
     assert f"small, seed 0: {count:,} of 266,610 parameters ({count / 266_610:.2%})." in out
 
 
+@pytest.mark.slow
 def test_compact_to_pt2_and_onnx(run: Run, home: Path, small: torch.nn.Module, tmp_path: Path) -> None:
     """Each file by its own runtime, on real images, in batches of other sizes."""
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -757,6 +758,7 @@ def test_bash_completes(words: list[str], expected: list[str], run: Run, tmp_pat
     assert (done.stdout.split(), done.stderr) == (expected, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs pipes")
 def test_a_reader_that_leaves_is_no_error() -> None:
     """`ellzero recipes --json | head -n 1`: the pipe is closed before anything is written."""

@@ -261,6 +261,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     return without_times(reproduce(two_stacks(), tmp_path_factory.mktemp("whole"), seeds=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "error"), [(lambda: signal.raise_signal(signal.SIGINT), Stopped), (crash, RuntimeError)]
 )
@@ -494,6 +495,7 @@ def test_ctrl_c_says_how_to_go_on_and_that_does(
     assert "198-233-100" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_images")
 def test_figures_are_drawn_from_what_is_stored(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "louizos2018-figure1", "--out", "one"]) == 0

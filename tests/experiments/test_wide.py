@@ -36,6 +36,7 @@ from support.campaigns import Watching, known, module
 from support.oracles import assert_same
 from support.pages import embedded, lines, text_of
 
+pytestmark = pytest.mark.slow
 NAME = module("wrn_cifar10").CONSTRAINED.format(20)
 IMAGES, BATCH = 64, 16
 STEPS = IMAGES // BATCH

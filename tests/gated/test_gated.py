@@ -541,6 +541,7 @@ def test_autocast_gates_as_it_does_by_hand() -> None:
 # ---- compiled, exported, vectorised ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_in_one_graph_is_the_eager_function() -> None:
     gated = attached(where=l0.per_layer)
@@ -567,6 +568,7 @@ def unstructured() -> l0.Gated:
     return l0.attach(mlp(3, 4, 2), torch.zeros(2, 3), where=l0.weights("*weight"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("make", [attached, residual, flattened, unstructured])
 def test_a_whole_loss_with_costs_compiles_in_one_graph(make: Callable[[], l0.Gated]) -> None:
@@ -761,6 +763,7 @@ def test_param_groups_refuse_bad_rates(options: dict[str, float]) -> None:
 # ---- many processes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_draw_their_own_gates_and_stay_together(server: processes.Server, tmp_path: Path) -> None:
     for job in [server.start("replicated", rank=rank, folder=str(tmp_path)) for rank in range(2)]:
         assert job.wait() == 0, job.said

@@ -357,6 +357,7 @@ class _Drawer(nn.ModuleList):
         return g.draw(list(self), u) + g.values(list(self)) + [probabilities(list(self))]  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [alike, mixed])
 def test_compiles_in_one_graph(make: Callable[[], list[AbstractGate]]) -> None:
     module = _Drawer(scattered(make()))

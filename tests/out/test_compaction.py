@@ -1169,8 +1169,19 @@ def test_fold_keeps_shapes_zeros_and_function() -> None:
 # ---------------------------------------------------------------- finalize
 
 
+TRACED: dict[str, l0.graph.Graph] = {}
+
+
+def known(name: str, model: nn.Module, x: Tensor, **how: Any) -> l0.Gated:
+    """Traced once under each name: what is tested here comes after that."""
+    gated = l0.attach(settled(model), x, graph=TRACED.get(name), **how)
+    TRACED[name] = gated.graph
+    return gated
+
+
 def _ready(streams: bool = True) -> l0.Gated:
-    gated = l0.attach(settled(ResNet(width=9, inner=11)), images(2, 2, 6, 6), where=l0.shrinkable(streams=streams))
+    model, where = ResNet(width=9, inner=11), l0.shrinkable(streams=streams)
+    gated = known("residual", model, images(2, 2, 6, 6), where=where)
     set_gates(gated, {"conv1": [2]})
     return gated
 
@@ -1206,7 +1217,7 @@ def test_finalize_leaves_no_room_for_another_unit(kind: str, at_most: float) -> 
     """Closing one by one can overshoot: a group falls away as a whole, a stream's unit lies in many layers."""
     grouped = nn.Sequential(nn.Conv1d(2, 8, 1), nn.Conv1d(8, 12, 1, groups=4), nn.Conv1d(12, 5, 1), nn.Conv1d(5, 3, 1))
     model, x = (grouped, images(2, 2, 4)) if kind == "groups" else (ResNet(5, 4), images(2, 2, 6, 6))
-    gated = l0.attach(settled(model), x, where=l0.shrinkable(streams=True))
+    gated = known(kind, model, x, where=l0.shrinkable(streams=True))
     set_gates(gated, {})
     l0.finalize(gated, at_most)
     opens, target = gated.opens(), at_most * l0.dense(l0.params, gated)
@@ -1283,7 +1294,7 @@ def test_the_last_units_of_nested_sets_belong_together(cost: Any, seed: int) -> 
     """Maps of conv2 and single inputs of fc1, which lie within maps, with evidence that knows nothing of one another:
     whatever the target, there is a network left. The least of all, with 1-1-1-1 left, counted by hand.
     """
-    gated = l0.attach(settled(LeNet((4, 6), 8)), images(2, 1, 14, 14), where=l0.per_layer)
+    gated = known("nested", LeNet((4, 6), 8), images(2, 1, 14, 14), where=l0.per_layer)
     set_gates(gated, {}, seed)
     assert [gate.shape.numel() for _, gate in gated.named_gates()] == [4, 6, 24, 8]  # maps of 2×2 behind conv2
     one, dense = {
@@ -1303,7 +1314,7 @@ def test_the_last_units_of_nested_sets_belong_together(cost: Any, seed: int) -> 
 
 
 def test_targets_by_pattern_that_cannot_be_reached_name_the_pattern() -> None:
-    gated = l0.attach(settled(LeNet((4, 6), 8)), images(2, 1, 14, 14), where=l0.per_layer)
+    gated = known("nested", LeNet((4, 6), 8), images(2, 1, 14, 14), where=l0.per_layer)
     refuse_unreachable(gated, {"conv*": 0.5, "conv1": 0.25}, l0.l0_norm)  # one map of four
     with pytest.raises(ValueError, match=r"^`at_most` for 'conv1' must be at least 0\.25 of the dense cost.*got 0\.2$"):
         refuse_unreachable(gated, {"conv*": 0.5, "conv1": 0.2}, l0.l0_norm)

@@ -513,6 +513,7 @@ def test_compact_networks_go_through_torch_export(case: str, tmp_path: Path) -> 
         torch.testing.assert_close(back(xs), small(xs), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WAYS_OUT)
 def test_compact_networks_go_through_onnx(case: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")

@@ -563,6 +563,7 @@ def test_latency_is_a_median_of_turns_within_the_budget(clock: Clock) -> None:
     assert [row["batch"] for row in slow] == [1]
 
 
+@pytest.mark.slow
 def test_latency_is_stored_and_shown_again(copy: Path, capsys: Any) -> None:
     assert main(["report", str(copy), "--speed"]) == 0
     assert "Measured speed" in capsys.readouterr().out
@@ -666,6 +667,7 @@ def test_mistakes_are_one_line(finished: Path, words: tuple[str, ...], message: 
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_with_their_captions(copy: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(copy), "--figures", str(tmp_path / "figures")]) == 0
     names = ["filters", "flops", "gates-at-the-end", "gates-over-time", "input-gates", "network", "training"]

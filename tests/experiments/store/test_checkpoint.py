@@ -497,6 +497,7 @@ def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     return result
 
 
+@pytest.mark.slow
 def test_killed_at_any_call_the_newest_name_is_a_complete_checkpoint(
     crashes: dict[str, list[dict[str, Any]]],
 ) -> None:
@@ -515,6 +516,7 @@ def test_killed_at_any_call_the_newest_name_is_a_complete_checkpoint(
     assert len(unfinished) > 20  # many of them died inside the write
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_goes_on_from_the_last_complete_one(
     crashes: dict[str, list[dict[str, Any]]],
 ) -> None:

@@ -33,6 +33,7 @@ from ellzero.experiments.train import processes as parallel
 from support import processes
 from support.runs import GATED, STEPS, WIDE, assert_same_end, bits, leaves, without_seconds
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 SHORT = GATED.override(epochs=2, finetune_epochs=1)
 

@@ -95,6 +95,7 @@ def test_killed_ten_times_it_ends_where_an_uninterrupted_run_ends(
     assert not [path for path in folder.checkpoints.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_run_is_what_it_is_however_often_it_is_saved(
     server: processes.Server, uninterrupted: Folder, tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_killed_in_the_middle_of_an_epoch_and_again_in_tuning(
     assert_same_end(folder, whole)
 
 
+@pytest.mark.slow
 def test_killed_when_all_is_done_but_the_results(
     server: processes.Server, uninterrupted: Folder, tmp_path: Path
 ) -> None:
@@ -134,6 +136,7 @@ def test_killed_when_all_is_done_but_the_results(
 # ---------------------------------------------------------------- Ctrl-C
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_ends_it_after_the_step_and_saves(
     number: signal.Signals, server: processes.Server, uninterrupted: Folder, tmp_path: Path
@@ -155,6 +158,7 @@ def test_a_signal_ends_it_after_the_step_and_saves(
     assert_same_end(folder, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(server: processes.Server, tmp_path: Path) -> None:
     folder, progress = Folder.create(tmp_path / "run", [GATED]), tmp_path / "progress"
     progress.touch()
@@ -334,6 +338,7 @@ def test_other_data_and_another_number_of_processes_are_refused(tmp_path: Path) 
     assert training.restore(folder, few).epoch == 1  # looking is another matter
 
 
+@pytest.mark.slow
 def test_a_record_that_was_written_after_the_checkpoint_is_not_there_twice(
     server: processes.Server, uninterrupted: Folder, tmp_path: Path
 ) -> None:

@@ -31,6 +31,8 @@ from ellzero.out.finalization import finalize
 from support.oracles import assert_same, numel
 from support.runs import SETTLING, begun, bits, doubled, gated_of, images, interrupted, leaves, recipe
 
+pytestmark = pytest.mark.slow
+
 
 def scattered(trainer: Trainer) -> Gated:
     """Gates in all states."""

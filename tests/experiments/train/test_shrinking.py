@@ -53,6 +53,7 @@ from support.runs import (
 from support.zoo import LeNet
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
 def test_a_shrink_of_closed_units_changes_nothing_but_rounding(case: str) -> None:
     r, closed, removed = RUNS[case]
@@ -124,6 +125,7 @@ def test_an_event_must_save_more_steps_than_compiling_takes() -> None:
     assert worth(0.01, 5, 5000, on_gpu=True)  # never compiled
 
 
+@pytest.mark.slow
 def test_an_event_that_no_step_follows_is_skipped() -> None:
     for tuning, skipped in ((0, True), (1, False)):
         r = recipe("wrn-10-1", placement="blocks", epochs=1, finetune_epochs=tuning)
@@ -361,6 +363,7 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return train([SHRINKING], images("cifar10"), folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_shrinks_counts_against_the_network_of_its_recipe(shrunk: Trainer) -> None:
     events = {h["epoch"]: h["shrunk"] for h in shrunk.history if "shrunk" in h}
     assert list(events) == [2, 4]
@@ -395,6 +398,7 @@ def test_a_run_that_shrinks_counts_against_the_network_of_its_recipe(shrunk: Tra
     assert (logits.argmax(1) != images("cifar10").test_y).double().mean() * 100 == result["error_last"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [4, 5, 11])
 def test_a_checkpoint_after_a_shrink_goes_on_to_the_bit(steps: int, shrunk: Trainer, tmp_path: Path) -> None:
     """Of two steps an epoch: the step that the first event follows, one after it, and one in tuning."""
@@ -407,6 +411,7 @@ def test_a_checkpoint_after_a_shrink_goes_on_to_the_bit(steps: int, shrunk: Trai
         assert torch.equal(compact(cast(Gated, seen.network(0)))(x), compact(cast(Gated, again.network(0)))(x))
 
 
+@pytest.mark.slow
 def test_a_larger_state_is_refused(shrunk: Trainer) -> None:
     with pytest.raises(ValueError, match="load it into a new trainer"):
         saver.load(shrunk, saver.state(Trainer([SHRINKING], images("cifar10"))))
@@ -463,6 +468,7 @@ def test_two_processes_shrink_alike(server: processes.Server, tmp_path: Path) ->
 # ---------------------------------------------------------------- wide networks
 
 
+@pytest.mark.slow
 def test_gates_on_blocks_are_those_of_the_papers() -> None:
     gated = l0.attach(WideResNet(16, 1), torch.zeros(2, 3, 32, 32), where=l0.per_layer(only="blocks.*.conv1"))
     sizes = {name: gate.shape.numel() for name, gate in gated.named_gates()}
@@ -478,6 +484,7 @@ def test_gates_on_blocks_are_those_of_the_papers() -> None:
     assert [s.tensor for s in placement.multiplies] == ["blocks.4.conv2.weight"]
 
 
+@pytest.mark.slow
 def test_channels_last_gives_the_same_and_stays_when_it_shrinks(tmp_path: Path) -> None:
     r = SHRINKING.override(epochs=3, shrink_at=(2,), finalize=False, finetune_epochs=0)
     last = r.override(channels_last=True)
