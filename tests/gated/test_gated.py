@@ -597,13 +597,14 @@ def test_what_eager_code_has_worked_out_is_used_by_compiled_code() -> None:
 
 def test_the_same_network_with_other_numbers_need_not_be_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = (l0.attach(ConvNet(), torch.zeros(2, 1, 4, 4)) for _ in range(2))
+    another = attached().graph
     monkeypatch.setattr(attaching, "trace", None)
     again = l0.attach(copy.deepcopy(other.model), torch.zeros(2, 1, 4, 4), graph=first.graph)
     again.load_state_dict(scattered(other).state_dict())
     x, noise = torch.randn(5, 1, 4, 4), other.gate_noise()
     assert torch.equal(again(x, gate_noise=noise), other(x, gate_noise=noise))
     assert l0.macs(again) == l0.macs(other) != l0.macs(first)
-    for wrong in ({"graph": attached().graph}, {"graph": first.graph, "axes": first.axes}):
+    for wrong in ({"graph": another}, {"graph": first.graph, "axes": first.axes}):
         with pytest.raises(
             ValueError, match="`graph` must be of a network with the tensors of `model`, and `axes` abs"
         ):
