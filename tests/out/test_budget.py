@@ -316,6 +316,13 @@ def test_several_costs_and_one_of_your_own() -> None:
     assert float(l0.params(gated, kept=True)) <= 0.5 * l0.dense(l0.params, gated)
     assert float(width(gated, kept=True)) <= 0.6 * l0.dense(width, gated)
     assert float(l0.macs(gated, kept=True, only="2")) <= 0.3 * 16 * 12
+    told = budget.metrics()
+    assert [name for name in told if name.endswith("kept")] == [
+        *("width/kept", "macs of 0/kept", "macs of 2/kept", "params/kept")
+    ]
+    assert told["macs of 2/kept"] == float(l0.macs(gated, kept=True, only="2")) / (16 * 12)
+    assert told["macs of 2/target"] == pytest.approx(0.3)
+    assert told["width/multiplier"] == float(budget.constraints[0].multiplier)
     budget.finish()
 
 

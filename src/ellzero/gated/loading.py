@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def own_state(model: nn.Module, gates: nn.Module) -> dict[str, Any]:
+    """The state of a gated network, without what hooks add to it."""
+    return {**model.state_dict(prefix="model."), **gates.state_dict(prefix="gates.")}
 
 
 def refuse_other_keys(own: Mapping[str, Any], new: Mapping[str, Any]) -> None:

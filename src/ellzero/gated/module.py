@@ -21,16 +21,17 @@ from torch.utils._pytree import tree_map
 from ellzero.gated.alive import liveness
 from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.grouping import grouped
-from ellzero.gated.loading import refuse_other_keys, refuse_other_shapes
+from ellzero.gated.loading import own_state, refuse_other_keys, refuse_other_shapes
 from ellzero.gated.multiplying import aim, in_place, multiplied
 from ellzero.gated.placements import Placement
+from ellzero.gated.showing import Showing
 from ellzero.gated.taking import idle, refuse_taking, remaining
 from ellzero.gates.abstract import AbstractGate, draw, flat, noise, values
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.plan import Mask, Plan, make_plan
 
 
-class Gated(nn.Module):
+class Gated(Showing):
     """A model and its gates. In training every forward draws them all once; in evaluation it uses test-time values.
 
     Attributes:
@@ -60,8 +61,7 @@ class Gated(nn.Module):
             raise ValueError(f"`where` must name each placement once, got {', '.join(names)}")
         self.liveness = liveness(graph, placements)
         self.model = model
-        self.graph = graph
-        self.placements = tuple(placements)
+        self.graph, self.placements = graph, tuple(placements)
         self.gates = nn.ModuleDict({n.replace(".", "/"): g for n, g in zip(names, gates, strict=True)})
         self.example_inputs = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, example_inputs)
         reference = next(p for p in model.parameters())
@@ -74,6 +74,7 @@ class Gated(nn.Module):
         self._assumed: Tensor | None = None
         self._aim()
         self.training = model.training
+        self.show()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -274,9 +275,9 @@ class Gated(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state, or refuses one of another network and loads nothing of it."""
         if strict:
-            refuse_other_keys(self.state_dict(), state_dict)
+            refuse_other_keys(own_state(self.model, self.gates), state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        refuse_other_shapes(self.state_dict(), state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # loads nothing yet: hooks see the state first
+        refuse_other_shapes(own_state(self.model, self.gates), state_dict, prefix)

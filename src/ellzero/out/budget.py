@@ -8,7 +8,7 @@ loss, its optimizer and its schedule are the user's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self, final
 
 import torch
@@ -161,7 +161,7 @@ class Budget:
         """
         if self._driver is not None:
             raise ValueError("`optimizer` must be driven once, got another call of `drive`")
-        self._driver = Driver(self.gated, optimizer, self._driven_term, lambda: self.step(optimizer), self.gate_lr)
+        self._driver = Driver(self.gated, optimizer, self._driven_term, self.step, self.gate_lr)
         return self
 
     def _driven_term(self) -> Tensor | None:
@@ -226,6 +226,11 @@ class Budget:
         self._finished = True
         return small
 
+    def metrics(self) -> dict[str, float]:
+        """What to log: kept cost and target, as fractions of the dense cost, and multiplier of every constraint."""
+        pairs = zip(self.constraints, self.bounds.values(), strict=True)
+        return {name: value for pair in pairs for name, value in _metrics(*pair, self.gated)}
+
     def __repr__(self) -> str:
         goal = ", ".join(f"{name_of(cost)} at most {_percent(bound)}" for cost, bound in self.bounds.items())
         state = "; ".join(_told(constraint, self.gated) for constraint in self.constraints)
@@ -269,7 +274,7 @@ class Budget:
         self.done = state["done"]
         if state["fixed"]:
             _fix(self.gated)
-        if state["units"] is not None:
+        if state["units"] is not None and not _taken_out(self.gated, state["units"]):
             plan = shrinking.planned(self.gated, state["units"].cpu().numpy())
             if self._driver is None:
                 self.gated.shrink(plan)
@@ -304,9 +309,23 @@ def _take_out(gated: Gated, optimizer: torch.optim.Optimizer | None) -> str | No
     return None
 
 
+def _taken_out(gated: Gated, units: Tensor) -> bool:
+    return gated.taken is not None and bool((torch.as_tensor(gated.taken.units) == units.cpu()).all())
+
+
 def _several_processes() -> bool:
     here = torch.distributed.is_available() and torch.distributed.is_initialized()
     return here and torch.distributed.get_world_size() > 1
+
+
+def _metrics(constraint: Constraint, bound: float | Mapping[str, float], gated: Gated) -> Iterator[tuple[str, float]]:
+    for k, group in enumerate(bound if isinstance(bound, Mapping) else [None]):
+        name = name_of(constraint.cost) + ("" if group is None else f" of {group}")
+        part = costs.only(constraint.cost, group)
+        with torch.no_grad():
+            yield f"{name}/kept", float(costs.kept(part)(gated)) / costs.dense(part, gated)
+        yield f"{name}/target", float(constraint.target[k])
+        yield f"{name}/multiplier", float(constraint.multiplier[k])
 
 
 def _told(constraint: Constraint, gated: Gated) -> str:

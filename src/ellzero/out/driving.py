@@ -38,6 +38,8 @@ class Driver:
         then: Callable[[], None],
         gate_lr: float,
     ) -> None:
+        while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
+            optimizer = inner  # a wrapper, as Accelerate makes one: the step is that of what it wraps
         inside = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         missing = [name for name, p in gated.named_parameters() if p.requires_grad and id(p) not in inside]
         if missing:
