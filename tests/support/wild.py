@@ -162,16 +162,20 @@ class Drawer:
         self.add("residual", op)
 
     def projection(self) -> None:
-        """A product with a part of a parameter."""
+        """A product with a part of a parameter, of its columns or of its rows, or with all of it several times."""
         if self.space or self.width % 2:
             return
-        name, width, half = self.layer(3, into=2 * self.width), 3, self.random.random() < 0.5
+        kind = self.random.choice(["half", "stride", "rows", "strided rows", "repeat"])
+        into = {"half": 2 * self.width, "stride": 2 * self.width, "repeat": self.width // 2}.get(kind, self.width)
+        name = self.layer(6, into=into)
 
         def op(m: Any, x: Tensor, k: Tensor) -> Tensor:
             weight = m.layers[name].weight
-            return F.linear(x, weight[:, : weight.shape[1] // 2] if half else weight[:, ::2])
+            parts = {"half": weight[:, : weight.shape[1] // 2], "stride": weight[:, ::2], "repeat": weight.repeat(1, 2)}
+            parts |= {"rows": weight[: weight.shape[0] // 2], "strided rows": weight[::2]}
+            return F.linear(x, parts[kind])
 
-        self.add("projection", op, width)
+        self.add(f"projection by {kind}", op, 3 if "rows" in kind else 6)
 
     def excited(self) -> None:
         width = self.width
