@@ -28,15 +28,18 @@ def main() -> int:
     torch.set_num_threads(1)
     found: Counter[str] = Counter()
     start = time.monotonic()
-    for seed in range(args.seed, args.seed + args.count):
-        outcome, about = judged(seed)
-        found[outcome] += 1
-        if args.show or outcome in ("wrong", "failed"):
-            print(f"{outcome}: {about}", flush=True)
+    try:
+        for seed in range(args.seed, args.seed + args.count):
+            outcome, about = judged(seed)
+            found[outcome] += 1
+            if args.show or outcome in ("wrong", "failed"):
+                print(f"{outcome}: {about}", flush=True)
+    except KeyboardInterrupt:  # what is done counts
+        pass
     names = {"exact": "exact", "refused": "refused at attach", "nothing left": "refused as nothing is left"}
     names |= {"wrong": "wrong", "failed": "failed after attach"}
     print(", ".join(f"{found[key]} {name}" for key, name in names.items()), end="; ")
-    print(f"{args.count} networks from seed {args.seed}, {time.monotonic() - start:.0f} s")
+    print(f"{found.total()} networks from seed {args.seed}, {time.monotonic() - start:.0f} s")
     return 1 if found["wrong"] or found["failed"] else 0
 
 

@@ -391,3 +391,13 @@ def test_attributes_follow_the_tensors() -> None:
         """A subclass is resized as what it is."""
 
     assert cut(Own(4, 6), weight=(5, 3)).out_features == 5
+
+
+def test_a_norm_of_the_users_own_is_resized_as_its_base() -> None:
+    class Norm(nn.BatchNorm2d):
+        """Someone's own."""
+
+    norm = Norm(5, affine=False)
+    norm.running_mean, norm.running_var = torch.zeros(3), torch.ones(3)
+    resize(norm)
+    assert norm.num_features == 3
