@@ -338,9 +338,14 @@ def header(path: Path) -> dict[str, Any]:
     return json.loads(raw[8 : 8 + length])["__metadata__"]
 
 
+def of_before(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The header of a file from before there were checksums: what such a file may hold is checked by itself."""
+    return {key: value for key, value in metadata.items() if key not in ("sha256", "layers", "outputs")}
+
+
 def rewritten(path: Path, **changes: Any) -> None:
     """Writes the file again with another structure in its header."""
-    metadata, tensors = header(path), load_file(path)
+    metadata, tensors = of_before(header(path)), load_file(path)
     structure = json.loads(metadata["structure"])
     save_file(tensors, path, metadata | {"structure": json.dumps({**structure, **changes})})
 
@@ -372,7 +377,7 @@ def test_save_refuses(tmp_path: Path) -> None:
 
 def not_ours(path: Path) -> list[tuple[str, Callable[[], Any]]]:
     """What the message says, and how to spoil the file."""
-    whole, metadata, tensors = path.read_bytes(), header(path), {"0.weight": torch.zeros(7, 6)}
+    whole, metadata, tensors = path.read_bytes(), of_before(header(path)), {"0.weight": torch.zeros(7, 6)}
     future = metadata | {"format_version": "99", "ellzero": "7"}
     return [
         ("format None", lambda: save_file(tensors, path)),
@@ -468,7 +473,7 @@ def test_load_refuses_a_closed_layer_without_its_bias(tmp_path: Path) -> None:
     path = tmp_path / "small"
     small, fresh, _ = closed_branches()
     l0.save(small, path)
-    tensors, metadata = load_file(path), header(path)
+    tensors, metadata = load_file(path), of_before(header(path))
     del tensors["b.bias"]
     save_file(tensors, path, metadata)
     before = state(fresh)
@@ -482,7 +487,7 @@ def test_load_refuses_a_select_that_picks_what_is_not_there(spoil: Callable[[Ten
     path = tmp_path / "small"
     small, fresh, _ = made("lenet with selected inputs")
     l0.save(small, path)
-    tensors, metadata = load_file(path), header(path)
+    tensors, metadata = load_file(path), of_before(header(path))
     tensors["fc1.select.index"] = spoil(tensors["fc1.select.index"])
     save_file(tensors, path, metadata)
     before = state(fresh)
@@ -545,3 +550,81 @@ def test_the_same_network_gives_the_same_bytes(tmp_path: Path) -> None:
     assert size % 8 == 0
     assert list(header["__metadata__"]) == sorted(header["__metadata__"])
     assert torch.equal(load_file(tmp_path / "0")["weight"], torch.ones(2, 3))
+
+
+# ---------------------------------------------------------------- damage, and another function
+
+
+class Own(nn.Module):
+    """The same tensors for every function that its forward may apply."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] = torch.relu) -> None:
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(6, 7), nn.Linear(7, 3), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.function(self.a(x)))
+
+
+def test_no_flipped_bit_goes_unseen(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    network = Own().eval()
+    l0.save(network, path)
+    data, x, silent = path.read_bytes(), torch.ones(2, 6), []
+    for place in range(0, len(data), 5):
+        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
+        try:
+            loaded = l0.load(Own().eval(), path)
+        except ValueError:
+            continue
+        if not torch.equal(loaded(x), network(x)):
+            silent.append(place)
+    assert silent == []
+
+
+def test_a_file_of_before_has_no_checksum_and_loads(tmp_path: Path) -> None:
+    small, fresh, x = made("mlp")
+    l0.save(small, tmp_path / "small")
+    save_file(load_file(tmp_path / "small"), tmp_path / "small", of_before(header(tmp_path / "small")))
+    assert_same(small, l0.load(fresh, tmp_path / "small"), x)
+
+
+@pytest.mark.parametrize(
+    ("small", "other", "message"),
+    [
+        ([nn.ReLU()], [nn.Tanh()], "`1` is a ReLU, here a Tanh"),
+        ([nn.LeakyReLU(0.1)], [nn.LeakyReLU(0.2)], "`1` has negative_slope 0.1, here 0.2"),
+        ([nn.ReLU()], [nn.Identity()], "`1` is a ReLU, here nothing"),
+        ([nn.Identity()], [nn.ReLU()], "`1` is nothing, here a ReLU"),
+        ([nn.ReLU()], [nn.ReLU(), nn.Softmax(-1)], "`2` is nothing, here a Softmax"),
+        ([nn.Dropout(0.3), nn.ReLU(inplace=True)], [nn.Dropout(0.5), nn.ReLU()], None),
+        ([nn.LayerNorm(7, eps=1e-5)], [nn.LayerNorm(7, eps=1e-3)], "`1` has eps 1e-05, here 0.001"),
+    ],
+)
+def test_another_function_of_the_same_shapes_is_refused(
+    small: list[nn.Module], other: list[nn.Module], message: str | None, tmp_path: Path
+) -> None:
+    l0.save(nn.Sequential(nn.Linear(6, 7), *small), tmp_path / "small")
+    fresh = nn.Sequential(nn.Linear(6, 7), *other)
+    before = state(fresh)
+    if message is None:  # it computes the same in evaluation
+        l0.load(fresh, tmp_path / "small")
+        return
+    with pytest.raises(ValueError, match=f"file of another network .*: {message} in "):
+        l0.load(fresh, tmp_path / "small")
+    assert state(fresh) == before
+
+
+def test_another_function_in_the_forward_is_refused(tmp_path: Path) -> None:
+    """No module shows it: what `compact` saw of the example's shape does."""
+    gated, same = l0.attach(Own(), torch.zeros(2, 6)), Own()
+    close_some(gated)
+    l0.save(l0.compact(gated), tmp_path / "small")
+    drawn = torch.get_rng_state()
+    l0.load(same, tmp_path / "small")
+    assert torch.equal(torch.get_rng_state(), drawn)  # nobody's random numbers move
+    fresh = Own(torch.tanh)
+    before = state(fresh)
+    with pytest.raises(ValueError, match=r"file of another network .*: on a fixed input it gave .*, here "):
+        l0.load(fresh, tmp_path / "small")
+    assert state(fresh) == before

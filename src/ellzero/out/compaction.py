@@ -20,6 +20,7 @@ from ellzero.gated.module import Gated
 from ellzero.graph.plan import Plan
 from ellzero.graph.rehearsal import agree, outputs, stirred, watched
 from ellzero.graph.tracing import Inputs, first_line
+from ellzero.out.fingerprint import note_example
 
 TOLERANCE = 1e-12  # of the largest output, in float64
 
@@ -39,7 +40,9 @@ def fold(gated: Gated) -> nn.Module:
     """
     refuse_unfit(gated)
     with torch.no_grad():
-        return _with(gated.model, gated.gated_weights(_test_gates(gated), gated.model))
+        folded = _with(gated.model, gated.gated_weights(_test_gates(gated), gated.model))
+    note_example(folded, gated.example_inputs)
+    return folded
 
 
 def compact(gated: Gated, *, verify: bool = True) -> nn.Module:

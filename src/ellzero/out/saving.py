@@ -6,9 +6,11 @@ This file knows how a smaller network differs from a dense one, not why it does.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +25,7 @@ from ellzero.gated.module import Gated
 from ellzero.graph.resizing import resize
 from ellzero.graph.standins import Closed, Select, put_closed, put_select
 from ellzero.graph.tracing import canonical_names
+from ellzero.out import fingerprint
 from ellzero.out.files import write_bytes
 
 FORMAT, FORMAT_VERSION = "ellzero.compact", 1
@@ -47,6 +50,16 @@ def serialized(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> by
     return len(text).to_bytes(8, "little") + text + data[start:]
 
 
+def checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
+    """A SHA-256 of a header and of tensors, with their names, types and shapes."""
+    digest = hashlib.sha256(header.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class Structure:
     """How a network differs from the dense one beyond the shapes of its tensors: plain data, the file's header."""
@@ -62,7 +75,8 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes a compact network to a file that `load` reads.
 
     Parameters and buffers are written as they are, buffers that are not in the state dict included; tied weights are
-    written once. The file appears when it is complete: a crash half-way leaves what was there before.
+    written once. The file appears when it is complete: a crash half-way leaves what was there before. A checksum goes
+    with it, the kinds and settings of the layers, and, of what `compact` or `fold` returned, outputs on a fixed input.
 
     Args:
         small: what `compact` or `fold` returned, or any plain module.
@@ -105,7 +119,9 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
         elif isinstance(module, _GROUPED):
             structure.groups[layer] = module.groups
     about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
-    write_bytes(target, serialized(tensors, about | {"structure": json.dumps(asdict(structure))}))
+    about |= {"structure": json.dumps(asdict(structure)), "layers": json.dumps(fingerprint.layers(small))}
+    about["outputs"] = json.dumps(fingerprint.answers(small))
+    write_bytes(target, serialized(tensors, about | {"sha256": checksum(_header(about), tensors)}))
 
 
 def load(model: M, path: str | os.PathLike[str]) -> M:
@@ -124,7 +140,8 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
 
     Raises:
         TypeError: `model` is not a plain module, or `path` not a path.
-        ValueError: the file is not one that `save` wrote, or it is of another network. The model is untouched.
+        ValueError: the file is not one that `save` wrote, or is damaged, or it is of another network: other shapes,
+            other layers, other outputs. The model is untouched.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
@@ -133,9 +150,30 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
     if any(isinstance(m, Select | Closed) for m in model.modules()):
         raise ValueError("`model` must be a fresh dense network, got one that was made smaller already")
     source = _as_path(path)
-    structure, tensors = _read(source)
+    structure, tensors, layers, answers = _read(source)
     names = {name: name for name in tensors} | structure.tied  # of each member the name that its tensor is stored under
-    _check(model, structure, tensors, names, source)
+
+    def refuse(what: str) -> NoReturn:
+        raise ValueError(
+            f"`path` is the file of another network than `model` (a `{structure.network}` was saved, this is a "
+            f"`{type(model).__qualname__}`): {what} in {str(source)!r}"
+        )
+
+    _check(model, structure, tensors, names, refuse)
+    if layers is not None:
+        gone = [name for name in structure.closed if _members(model.get_submodule(name))]
+        if (differs := fingerprint.difference(layers, fingerprint.layers(model), gone)) is not None:
+            refuse(differs)
+    if answers is not None:
+        trial = copy.deepcopy(model)
+        _fill(trial, structure, {name: tensor.clone() for name, tensor in tensors.items()}, names)
+        if (differs := fingerprint.deviation(trial, answers)) is not None:
+            refuse(differs)
+    _fill(model, structure, tensors, names)
+    return model
+
+
+def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
     members = _members(model)
     for layer, outputs in structure.closed.items():
         if outputs is not None or _members(model.get_submodule(layer)):  # an identity of the user's own is one already
@@ -160,7 +198,6 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
         resize(module)
     for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
         put_select(modules[layer], tensors[names[f"{layer}.select.index"]])
-    return model
 
 
 _CONTRACTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -178,7 +215,12 @@ def _members(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def _read(path: Path) -> tuple[Structure, dict[str, Tensor]]:
+def _header(metadata: Mapping[str, str]) -> str:
+    return "\n".join(metadata[key] for key in ("structure", "layers", "outputs"))
+
+
+def _read(path: Path) -> tuple[Structure, dict[str, Tensor], fingerprint.Layers | None, dict[str, Any] | None]:
+    """What a file holds; layers and outputs are None where it does not say them, as those of before do not."""
     if path.is_dir():
         raise IsADirectoryError(f"`path` must be a file, got the folder {str(path)!r}")
     if not path.exists():
@@ -198,22 +240,23 @@ def _read(path: Path) -> tuple[Structure, dict[str, Tensor]]:
                 raise ValueError(f"its header is damaged: {metadata['structure'][:80]}")
             # Copies: what comes out of the file is a view of it, and would change with it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+        new = metadata.keys() & {"sha256", "layers", "outputs"}
+        if new and checksum(_header(metadata), tensors) != metadata["sha256"]:
+            raise ValueError("it is damaged: its checksum is wrong")
+        layers, answers = (json.loads(metadata.get(key, "null")) for key in ("layers", "outputs"))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"`path` must be a file that `save` wrote, got {str(path)!r}: {error}") from error
-    return structure, tensors
+    return structure, tensors, layers, answers
 
 
 def _check(
-    model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor], stored: Mapping[str, str], path: Path
+    model: nn.Module,
+    structure: Structure,
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, str],
+    refuse: Callable[[str], NoReturn],
 ) -> None:
-    """Refuses what does not fit, before anything is changed."""
-
-    def refuse(what: str) -> NoReturn:
-        raise ValueError(
-            f"`path` is the file of another network than `model` (a `{structure.network}` was saved, this is a "
-            f"`{type(model).__qualname__}`): {what} in {str(path)!r}"
-        )
-
+    """Refuses tensors that do not fit, before anything is changed."""
     modules, members = dict(model.named_modules(remove_duplicate=False)), _members(model)
     for layer in [*structure.selects, *structure.closed, *structure.groups]:
         if layer not in modules:

@@ -7,7 +7,6 @@ process writes to a folder at a time. What the state means is not known here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from ellzero.experiments.recipe import differences
 from ellzero.out.files import FileError, remove_leftovers, write_bytes, writing
-from ellzero.out.saving import installed_version, serialized
+from ellzero.out.saving import checksum, installed_version, serialized
 
 FORMAT, FORMAT_VERSION = "ellzero.checkpoint", 1
 Recipes = Sequence[Mapping[str, Any]]  # of a stack, as plain data
@@ -74,7 +73,7 @@ def save(
     tree, target = _flatten(state, "state", tensors), _file(folder, step)
     header = json.dumps({"step": step, "recipe_digest": recipe_digest, "recipe": recipes, "state": tree})
     about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
-    about |= {"torch": torch.__version__, "header": header, "sha256": _checksum(header, tensors)}
+    about |= {"torch": torch.__version__, "header": header, "sha256": checksum(header, tensors)}
     data = serialized(tensors, about)
     try:
         with writing(folder):
@@ -153,21 +152,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
         if metadata.get("format") != FORMAT:
             raise _DamagedError(f"its header says format {metadata.get('format')!r}, not {FORMAT!r}")
-        if _checksum(metadata["header"], tensors) != metadata["sha256"]:
+        if checksum(metadata["header"], tensors) != metadata["sha256"]:
             raise _DamagedError("its checksum is wrong")
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise _DamagedError(str(error)) from error
     header = json.loads(metadata["header"])
     return header, _unflatten(header["state"], tensors)
-
-
-def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(header.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 # JSON knows no tuples, no tensors and no keys but strings: dictionaries are stored as {"dict": [[key, value], ...]},
