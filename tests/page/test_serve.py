@@ -10,6 +10,7 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,38 @@ def test_the_network_is_read_once_for_each_checkpoint(finished: Path, monkeypatc
         made.page(part=True)
         made.page(part=True)
     assert len(looks) == 1
+
+
+def test_a_page_is_made_once_for_all_who_ask(server: Server, begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = module.run_page
+    monkeypatch.setattr(module, "run_page", lambda *args, **rest: made.append(1) or real(*args, **rest))
+    with ThreadPoolExecutor(40) as readers:
+        answers = list(readers.map(lambda _: ask(server, "/"), range(40)))
+    assert len(made) == 1
+    assert len({text for _, _, text in answers}) == 1
+    with (begun / "history.jsonl").open("a") as file:
+        file.write("\n")
+    ask(server, "/")
+    assert len(made) == 2
+
+
+def test_who_says_nothing_is_hung_up_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module._Handler, "timeout", 0.05)
+    address = server.server_address
+    silent = [socket.create_connection(("127.0.0.1", int(address[1])), timeout=60) for _ in range(150)]
+    assert ask(server, "/")[0] == 200
+    for connection in silent:
+        assert connection.recv(1) == b""
+        connection.close()
+
+
+def test_no_other_page_may_frame_it(server: Server) -> None:
+    for path, method in (("/", "GET"), ("/none", "GET"), ("/", "POST")):
+        headers = ask(server, path, method)[1]
+        assert headers["X-Frame-Options"] == "DENY"
+        assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+        assert headers["X-Content-Type-Options"] == "nosniff"
 
 
 @pytest.mark.parametrize("path", ["/run.json", "/history.jsonl", "/..", "/../", "/checkpoints/", "/favicon.ico"])

@@ -1,7 +1,7 @@
 """The page of a run, served on this machine while the run goes on.
 
 It listens on the loopback address only and knows two addresses: the page, and what has changed in it since. It reads
-the folder and nothing else, and hands out no file.
+the folder and nothing else, and hands out no file. The page is made once for each state of the folder.
 """
 
 from __future__ import annotations
@@ -21,6 +21,15 @@ from ellzero.page.run import run_page
 
 LOOPBACK = "127.0.0.1"
 _WATCHED = ("run.json", "history.jsonl", "results.json", "compact.safetensors", LATENCY)
+_THREADS, _SECONDS = 128, 5.0  # readers at a time, and how long one may say nothing
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 @final
@@ -31,6 +40,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = _THREADS
 
     def __init__(self, folder: Folder, index: int = 0, port: int = 0) -> None:
         if not 0 <= index < len(folder.recipes):
@@ -39,6 +49,8 @@ class Server(ThreadingHTTPServer):
         self.folder, self.index = folder, index
         self._lock = threading.Lock()
         self._seen: tuple[int | None, Look | None] = (None, None)
+        self._made: dict[bool, tuple[str, str]] = {}  # the version and the text of the whole page, and of the part
+        self._free = threading.BoundedSemaphore(_THREADS)
 
     @property
     def address(self) -> str:
@@ -68,7 +80,22 @@ class Server(ThreadingHTTPServer):
     def page(self, part: bool = False) -> str:
         """The page as it is now, or what changes in it."""
         with self._lock:
-            return run_page(self.folder, self.index, seen=self._look(), live=True, part=part)
+            version = self.version()
+            if self._made.get(part, ("",))[0] != version:
+                text = run_page(self.folder, self.index, seen=self._look(), live=True, part=part)
+                self._made[part] = version, text
+            return self._made[part][1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Waits for a free thread: more readers than that wait in the system's queue."""
+        self._free.acquire()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader that goes away in the middle is none of our business, and the log is the user's terminal."""
@@ -78,14 +105,12 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version, sys_version = "ellzero", ""
+    timeout = _SECONDS
 
     def do_GET(self) -> None:
         status, text, version = self._answer()
         data, kind = text.encode(), "text/html" if status == HTTPStatus.OK else "text/plain"
         self.send_response(status)
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Referrer-Policy", "no-referrer")
         if version:
             self.send_header("X-Version", version)
         if status != HTTPStatus.NO_CONTENT:
@@ -96,6 +121,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     do_HEAD = do_GET
+
+    def end_headers(self) -> None:
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
 
     def _answer(self) -> tuple[HTTPStatus, str, str]:
         """Status, text, and the version of what it is about."""
