@@ -19,14 +19,15 @@ def test_the_loop_of_the_readme(
     code = text.partition("```python\n")[2].partition("```")[0]
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     x = torch.randn(20, 8)
-    batches = [(x, torch.randint(0, 3, (20,)))] * 3
-    known = {"torch": torch, "F": F, "model": model, "x": x, "batches": batches}
+    loader = [(x, torch.randint(0, 3, (20,)))] * 3
+    dense = sum(p.numel() for p in model.parameters())  # the model itself gets smaller
+    known = {"torch": torch, "F": F, "model": model, "x": x, "loader": loader, "epochs": 4}
     exec(code, known)
     small = known["small"]
-    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+    assert sum(p.numel() for p in small.parameters()) < dense
     torch.testing.assert_close(small(x), known["gated"](x))
     assert (tmp_path / "small.safetensors").exists()
-    assert str(known["l0"].report(known["gated"])) in capsys.readouterr().out
+    assert "Budget(macs at most 30 %: tuning, step 12 of 12, macs kept" in capsys.readouterr().out
 
 
 def test_the_quickstart_ends_within_its_budget(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,8 @@ def assert_same_end(folder: Folder, other: Folder, *, unseeded: bool = False) ->
     """
     assert newest(folder).name == newest(other).name
     free = re.compile(r"\.own\.\d+\.random\.(python|numpy)\." if unseeded else r"$.")
-    assert [name for name in differences(folder, other) if not free.match(name)] == []
+    unlike = [name for name in differences(folder, other) if not free.match(name)]
+    assert not unlike, unlike
     assert without_seconds(folder.history()) == without_seconds(other.history())
     assert folder.results() is not None
     assert without_seconds(folder.results()) == without_seconds(other.results())
