@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,9 +38,11 @@ from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import evaluation, saver
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.loop import train_epoch
+from ellzero.experiments.train.stepping.step import Step
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import Bar
 from ellzero.gated.module import Gated
+from ellzero.out.files import FileError
 
 # A constraint that is met within four epochs of eight steps.
 SMALL = get("demo").override(
@@ -411,6 +415,89 @@ def test_missing_data_is_one_line(run: Run, tmp_path: Path, monkeypatch: pytest.
 def test_a_diverged_run_is_one_line_and_code_1(run: Run, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL.to_toml())
     failed(run("train", "small.toml", "--lr", "1e30", "--quiet"), 1, "the loss of `small`, seed 0, is nan after epoch")
+
+
+@pytest.mark.usefixtures("no_page")
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.to_toml())
+    step = Step.__call__
+    calls: list[int] = []
+
+    def broken(self: Step, *args: Any, **rest: Any) -> Tensor:
+        calls.append(1)
+        loss = step(self, *args, **rest)
+        if len(calls) > 10:
+            next(iter(self.runs.values().values())).data.fill_(math.nan)
+        return loss
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "__call__", broken)
+        answer = run("train", "small.toml", "--out", "here", "--quiet", "--save-seconds", "0")
+    failed(answer, 1, "a loss or weight of `small`, seed 0, is not finite at epoch 1, step 3: try a smaller `lr`")
+    assert checkpoint.steps(tmp_path / "here" / "checkpoints") == [9, 10]
+    assert run("evaluate", "here", "--json")[0] == 0
+    # A checkpoint of before, which holds what is not finite.
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "refuse_diverged", lambda *_: None)
+        trainer = opening.restored(Folder.open("here"), data.load("mnist5k"))
+        next(iter(trainer.runs.values().values())).data.fill_(math.nan)
+        trainer.position += 1
+        saver.save(trainer, Folder.open("here"))
+    for command in ("evaluate", "compact", "report"):
+        code, _, err = run(command, "here")
+        assert "is not finite" in err
+        assert (code, err.count("\n")) in ((1, 1), (0, 1))
+
+
+def test_a_disk_that_is_full_at_the_first_checkpoint_leaves_nothing_in_the_way(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.to_toml())
+    command = ("train", "small.toml", "--out", "here", "--quiet", "--save-seconds", "0")
+    write = checkpoint.write_bytes
+
+    def full(*_: Any) -> None:
+        raise FileError("the disk is full")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "write_bytes", full)
+            failed(run(*command), 1, "the disk is full; a checkpoint needs .* there is no older one")
+        assert checkpoint.write_bytes is write
+        assert not (tmp_path / "here").exists()
+
+
+def test_a_folder_that_is_removed_or_moved_while_it_trains_is_an_error(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL.override(epochs=1, finetune_epochs=0).to_toml())
+    step = Step.__call__
+
+    def moved(self: Step, *args: Any, **rest: Any) -> Tensor:
+        with suppress(FileNotFoundError):  # once it is gone it is gone
+            (tmp_path / "here").rename(tmp_path / "there")
+        return step(self, *args, **rest)
+
+    monkeypatch.setattr(Step, "__call__", moved)
+    answer = run("train", "small.toml", "--out", "here", "--quiet", "--save-seconds", "0")
+    failed(answer, 1, "'here.*' cannot be written: No such file")
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.usefixtures("no_page")
+@pytest.mark.filterwarnings("default")
+def test_another_number_of_threads_is_told(run: Run, home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home, tmp_path / "copy")
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        _, _, err = run("train", "--resume", "copy", "--quiet", "--json")
+    finally:
+        torch.set_num_threads(before)
+    assert f"was trained with {before} threads and goes on with {before + 1}: " in err
+    assert f"OMP_NUM_THREADS={before} gives" in err
 
 
 @pytest.mark.usefixtures("no_page")

@@ -22,7 +22,7 @@ from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import FIELDS, Recipe, from_strings, refuse_idle
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train import processes
+from ellzero.experiments.train import processes, saver
 from ellzero.experiments.train.loop import restore
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
@@ -137,7 +137,9 @@ def restored(folder: Folder, dataset: Dataset | None = None) -> Trainer:
     none = f"{str(home)!r} has no checkpoint yet; `ellzero train --resume {home}` goes on"
     refuse(not checkpoint.steps(folder.checkpoints), none, FAILED)
     with foreseen(ValueError):
-        return restore(folder, data.stand_in(recipe.data, recipe.batch) if dataset is None else dataset)
+        trainer = restore(folder, data.stand_in(recipe.data, recipe.batch) if dataset is None else dataset)
+        saver.refuse_diverged(trainer)  # as checkpoints of before may hold it
+        return trainer
 
 
 def small_network(network: nn.Module) -> nn.Module:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -191,17 +191,17 @@ def _again(home: Path) -> str:
 
 
 def _made(run: Folder, device: torch.device, data_dir: str | None, every: int) -> Folder:
-    """A new run's folder: one process makes it, and all know whether it could."""
+    """A new run's folder: one process makes it, which has its lock from then on, and all know whether it could."""
     about = {"data_dir": None if data_dir is None else str(Path(data_dir).resolve()), "every": every}
-    problem = None
+    problem = folder = None
     if processes.rank() == 0:
         try:
-            Folder.create(run.path, run.recipes, {**provenance(device), **about})
+            folder = Folder.create(run.path, run.recipes, {**provenance(device), **about}, lock=True)
         except (FileError, FolderError) as error:
             problem = str(error)
     if (problem := processes.gathered(problem)[0]) is not None:
         raise CommandError(problem, FAILED)
-    folder = opening.open_run(str(run.path))
+    folder = folder or opening.open_run(str(run.path))
     processes.gathered(None)  # all have opened it, before one may find that the run cannot begin
     return folder
 
@@ -210,7 +210,7 @@ def _trained(
     folder: Folder, data: Dataset, new: bool, every: int, watchers: Sequence[AbstractWatcher], save_seconds: float
 ) -> Trainer:
     try:
-        with foreseen(ValueError):
+        with foreseen(ValueError), _own(folder) if new and processes.rank() == 0 else nullcontext():
             return loop.train(folder.recipes, data, folder, every=every, watchers=watchers, save_seconds=save_seconds)
     except loop.Stopped as stopped:
         raise CommandError(f"{stopped}: saved; resume with: {_again(folder.path)}", INTERRUPTED) from stopped
@@ -219,17 +219,23 @@ def _trained(
             raise
         message = f"interrupted; the newest checkpoint is of step {saved[-1]}; resume with: {_again(folder.path)}"
         raise CommandError(message, INTERRUPTED) from error
-    finally:
-        if new and processes.rank() == 0:
-            _discard_unbegun(folder)
 
 
-def _discard_unbegun(folder: Folder) -> None:
-    """Removes a run that has neither trained a step nor noted anything: it would only be in the way of the next try."""
-    with suppress(OSError, FolderError):
-        if not folder.history() and not steps(folder.checkpoints):
-            (folder.path / "run.json").unlink()
-            folder.path.rmdir()  # if nothing else is in it
+@contextmanager
+def _own(folder: Folder) -> Iterator[None]:
+    """Removes a new run that has neither trained a step nor noted anything: it would only be in the way of the next
+    try. It is locked meanwhile: nobody else's run goes.
+    """
+    with folder.locked():
+        try:
+            yield
+        finally:
+            with suppress(OSError, FolderError):
+                if not folder.history() and not steps(folder.checkpoints):
+                    with suppress(FileNotFoundError):
+                        folder.checkpoints.rmdir()
+                    (folder.path / "run.json").unlink()
+                    folder.path.rmdir()  # if nothing else is in it
 
 
 def _finish(folder: Folder, network: nn.Module, dataset: Dataset, json: bool) -> None:

@@ -38,11 +38,11 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, *, new: bool = False) -> Iterator[Path]:
     """Gives a temporary path to write to, which becomes `path` when the block ends, and goes when it fails.
 
     It lies in the same folder, which must exist, and has the same ending. Where a `FileError` says that the file cannot
-    be written, what was there before is there still.
+    be written, what was there before is there still. A `new` file replaces none: of several writers one succeeds.
     """
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp{path.suffix}")
     with writing(path):
@@ -51,7 +51,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield unfinished
             with open(unfinished, "r+b") as file:
                 os.fsync(file.fileno())
-            os.replace(unfinished, path)
+            _place_new(unfinished, path) if new else os.replace(unfinished, path)
         except BaseException:  # an interrupt too
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
@@ -62,6 +62,17 @@ def replacing(path: Path) -> Iterator[Path]:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+
+def _place_new(unfinished: Path, path: Path) -> None:
+    try:
+        os.link(unfinished, path)
+        unfinished.unlink()
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links: the name is taken first, and filled then
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        os.replace(unfinished, path)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

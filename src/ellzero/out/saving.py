@@ -244,7 +244,7 @@ def _read(path: Path) -> tuple[Structure, dict[str, Tensor], fingerprint.Layers 
         if new and checksum(_header(metadata), tensors) != metadata["sha256"]:
             raise ValueError("it is damaged: its checksum is wrong")
         layers, answers = (json.loads(metadata.get(key, "null")) for key in ("layers", "outputs"))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"`path` must be a file that `save` wrote, got {str(path)!r}: {error}") from error
     return structure, tensors, layers, answers
 

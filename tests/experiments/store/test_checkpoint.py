@@ -167,9 +167,9 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 def test_the_last_k_are_kept_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for step in (1, 5, 9, 10, 10, 2_000_000_000):
-        save(tmp_path / "a" / "b", state(step), step=step, keep=3)
-    assert steps(tmp_path / "a" / "b") == [9, 10, 2_000_000_000]
-    assert load(tmp_path / "a" / "b").step == 2_000_000_000
+        save(tmp_path / "b", state(step), step=step, keep=3)
+    assert steps(tmp_path / "b") == [9, 10, 2_000_000_000]
+    assert load(tmp_path / "b").step == 2_000_000_000
     assert steps(tmp_path / "nowhere") == []
 
 

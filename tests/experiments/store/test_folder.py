@@ -310,3 +310,54 @@ def test_what_a_killed_save_left_goes_when_the_folder_is_trained_in_again_and_no
             pass
         assert left.exists()
     assert all(file.exists() for file in others)
+
+
+def test_of_two_who_make_one_folder_at_once_one_does_and_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second looks while nothing is there, and is slow: it makes its `run.json` when the first has its own."""
+    path = tmp_path / "run"
+    own = os.open
+    first: list[Folder] = []
+
+    def slow(file: Any, *args: Any, **rest: Any) -> int:
+        if not first:
+            monkeypatch.setattr(os, "open", own)
+            first.append(Folder.create(path, [get("demo")], lock=True))
+        return own(file, *args, **rest)
+
+    monkeypatch.setattr(os, "open", slow)
+    with pytest.raises(FolderError, match=r"holds a run already: `run\.json` is there"):
+        Folder.create(path, [get("demo").override(seed=7)], lock=True)
+    assert [recipe.seed for recipe in Folder.open(path).recipes] == [0]
+    assert [file.name for file in path.iterdir()] == ["run.json"]
+    with pytest.raises(FolderError, match="being trained by another"), Folder.open(path).locked():
+        pass
+    with first[0].locked(), first[0].locked():
+        pass
+    with Folder.open(path).locked():
+        pass
+
+
+def test_a_file_system_without_links_makes_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    Folder.create(tmp_path / "run", [get("demo")])
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["run.json"]
+    assert Folder.open(tmp_path / "run").recipes == [get("demo")]
+
+
+def test_who_waits_for_a_folder_that_is_removed_gets_none(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    own = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", lambda *args: ((folder.path / "run.json").unlink(), own(*args)))
+    with pytest.raises(FolderError, match=r"is gone: another process has removed its `run.json`"), folder.locked():
+        pass
+
+
+def test_deep_nesting_is_damage(folder: Folder) -> None:
+    (folder.path / "run.json").write_text("[" * 100_000)
+    with pytest.raises(FolderError, match="is damaged"):
+        Folder.open(folder.path)

@@ -77,7 +77,7 @@ def save(
     data = serialized(tensors, about)
     try:
         with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)  # not those above it: the run's folder is gone if it is not there
             remove_leftovers(folder, "step-*")  # first, because the disk may be full of them
             write_bytes(target, data)
             older = [number for number in steps(folder) if number < step]
@@ -154,10 +154,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             raise _DamagedError(f"its header says format {metadata.get('format')!r}, not {FORMAT!r}")
         if checksum(metadata["header"], tensors) != metadata["sha256"]:
             raise _DamagedError("its checksum is wrong")
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        header = json.loads(metadata["header"])
+        return header, _unflatten(header["state"], tensors)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _DamagedError(str(error)) from error
-    header = json.loads(metadata["header"])
-    return header, _unflatten(header["state"], tensors)
 
 
 # JSON knows no tuples, no tensors and no keys but strings: dictionaries are stored as {"dict": [[key, value], ...]},

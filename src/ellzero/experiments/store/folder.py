@@ -22,7 +22,7 @@ from typing import Any, Self, final
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import records
 from ellzero.experiments.store.records import FolderError
-from ellzero.out.files import remove_leftovers, write_text, writing
+from ellzero.out.files import FileError, remove_leftovers, replacing, write_text, writing
 
 try:
     import fcntl
@@ -43,14 +43,22 @@ class Folder:
     def __init__(self, path: Path, recipes: list[Recipe], about: dict[str, Any]) -> None:
         self.path, self.recipes, self.about = path, recipes, about
         self._ends_in_a_record = False  # unknown: another process may have been killed while it wrote
+        self._lock: int | None = None  # the handle of a file
+        self._in_block = False
 
     @classmethod
     def create(
-        cls, path: str | os.PathLike[str], recipes: Sequence[Recipe], about: Mapping[str, Any] | None = None
+        cls,
+        path: str | os.PathLike[str],
+        recipes: Sequence[Recipe],
+        about: Mapping[str, Any] | None = None,
+        *,
+        lock: bool = False,
     ) -> Self:
         """Makes the folder of a new run, and those above it; what else lies in it is left alone.
 
-        A FolderError says that it holds a run already, a FileError that it cannot be written to.
+        With `lock` it is this process's from its first moment, until the block of `locked` ends. A FolderError says
+        that it holds a run already, a FileError that it cannot be written to.
         """
         home = Path(path)
         if not recipes:
@@ -65,7 +73,16 @@ class Folder:
         folder = cls(home, list(recipes), records.plain(dict(about or {})))
         head = {"format": FORMAT, "format_version": FORMAT_VERSION}
         content = {**head, "recipes": [r.to_dict() for r in folder.recipes], "about": folder.about}
-        records.write(home / _RUN, content, indent=2)
+        try:
+            with replacing(home / _RUN, new=True) as unfinished:
+                unfinished.write_text(records.text(content, indent=2), encoding="utf-8")
+                if lock:
+                    folder._take(unfinished)
+        except FileError as error:
+            folder._release()
+            if isinstance(error.__cause__, FileExistsError):  # made by another process since we looked
+                raise FolderError(f"{str(home)!r} holds a run already: `{_RUN}` is there") from error
+            raise
         return folder
 
     @classmethod
@@ -95,24 +112,44 @@ class Folder:
     def locked(self) -> Iterator[None]:
         """Keeps other processes from training in this folder; the lock goes with the process, however it ends.
 
-        What a killed training left half written is removed: nobody else writes these files now. A FolderError says
-        that another process has it.
+        What a killed training left half written is removed: nobody else writes these files now. Blocks may be nested.
+        A FolderError says that another process has it.
         """
-        if fcntl is None:  # Windows has no such lock
+        if self._in_block:  # the one around this one has it
             yield
             return
-        with open(self.path / _RUN, encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise FolderError(f"{str(self.path)!r} is being trained by another process") from error
-            except OSError:  # a file system without locks, where nobody knows who else writes
-                pass
-            else:
+        self._in_block = True
+        try:
+            if self._lock is None:
+                self._take(self.path / _RUN)
+            if self._lock is not None:
                 for name in (_RUN, _HISTORY, _RESULTS, _COMPACT):
                     remove_leftovers(self.path, name)
                 remove_leftovers(self.checkpoints, "step-*")
             yield
+        finally:
+            self._in_block = False
+            self._release()
+
+    def _take(self, file: Path) -> None:
+        """Locks the file that is `run.json`, or is to be it."""
+        if fcntl is None:  # Windows has no such lock
+            return
+        self._lock = os.open(file, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FolderError(f"{str(self.path)!r} is being trained by another process") from error
+        except OSError:  # a file system without locks, where nobody knows who else writes
+            self._release()
+            return
+        if not os.fstat(self._lock).st_nlink:
+            raise FolderError(f"{str(self.path)!r} is gone: another process has removed its `{_RUN}`")
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     def history(self) -> list[dict[str, Any]]:
         """All records, in the order in which they were written, without one that was cut off in the end."""

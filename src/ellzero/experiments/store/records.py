@@ -29,9 +29,14 @@ def plain(value: Any) -> Any:
     return value
 
 
+def text(content: Any, indent: int | None = None) -> str:
+    """Plain data as a JSON file holds it."""
+    return json.dumps(plain(content), indent=indent, allow_nan=False) + "\n"
+
+
 def write(path: Path, content: Any, indent: int | None = None) -> None:
     """Writes plain data as a JSON file, whole or not at all; a FileError says why it cannot."""
-    write_text(path, json.dumps(plain(content), indent=indent, allow_nan=False) + "\n")
+    write_text(path, text(content, indent))
 
 
 def read(path: Path) -> Any:
@@ -40,7 +45,7 @@ def read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FolderError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested too deeply
         raise FolderError(f"{str(path)!r} is damaged: {error}") from error
 
 

@@ -18,7 +18,7 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import processes as parallel
-from ellzero.experiments.train.trainer import Trainer
+from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.out import shrinking
 
 _COUNTED = ("epoch", "position", "summed", "seconds")
@@ -45,6 +45,7 @@ def state(trainer: Trainer) -> dict[str, Any]:
         "records": len(trainer.history),
         "ranks": trainer.policy.ranks,
         "images": trainer.policy.images,
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -95,16 +96,29 @@ def _own(trainer: Trainer) -> dict[str, Any]:
 
 
 def save(trainer: Trainer, folder: Folder) -> None:
-    """Writes a checkpoint; of several processes, the first does."""
+    """Writes a checkpoint; of several processes, the first does. A DivergedError says that it would not be finite: the
+    one before is still there then.
+    """
     if trainer.position:  # in the middle of an epoch the device is behind: what it still has to do is training
         started = time.perf_counter()
         trainer.step.losses.tolist()
         trainer.seconds += time.perf_counter() - started
     now = state(trainer)
     now["own"] = parallel.gathered(now["own"][0])
+    refuse_diverged(trainer, [own["losses"] for own in now["own"]])
     if trainer.rank == 0:
         digest, plain = identity(trainer.recipes)
         checkpoint.save(folder.checkpoints, now, step=trainer.steps_done, recipe_digest=digest, recipes=plain)
+
+
+def refuse_diverged(trainer: Trainer, losses: Sequence[Tensor] = ()) -> None:
+    """Raises a DivergedError where a number that the rest of the runs depends on is none."""
+    held = [*losses, *trainer.runs.values().values(), *trainer.average.tensors.values()]
+    finite = all(bool(tensor.isfinite().all()) for tensor in held)
+    if not finite or any(bool(buffer.isnan().any()) for buffer in trainer.runs.template.buffers()):
+        names = ", ".join(f"`{recipe.name}`, seed {recipe.seed}" for recipe in trainer.recipes)
+        where = f"epoch {trainer.epoch}, step {trainer.position}"
+        raise DivergedError(f"a loss or weight of {names}, is not finite at {where}: try a smaller `lr` or `gate_lr`")
 
 
 def resume(trainer: Trainer, folder: Folder, *, cut: bool = True) -> bool:
@@ -134,6 +148,10 @@ def _take_up(trainer: Trainer, folder: Folder, found: checkpoint.Checkpoint, cut
             raise checkpoint.CheckpointError(
                 f"{str(folder.path)!r} was trained with {then} {what} and goes on with as many, got {now}"
             )
+    threads = torch.get_num_threads()
+    if cut and trainer.device.type == "cpu" and (then := found.state.get("threads", threads)) != threads:
+        why = f"sums are rounded otherwise; OMP_NUM_THREADS={then} gives the run that was begun, to the bit"
+        warnings.warn(f"the run was trained with {then} threads and goes on with {threads}: {why}", stacklevel=3)
     if not cut:
         found.state["own"] = [_own(trainer)]  # nothing is drawn by looking
     try:
