@@ -26,7 +26,10 @@ def grouped(
     ]
     if apart:
         groups.append(("counted weights", [p for n, p in named if n in apart], "counted_weight_decay", lr))
-    return [
+    made: list[dict[str, Any]] = [
         {"name": name, "params": params, "weight_decay": rates[decay]} | ({} if rate is None else {"lr": rate})
         for name, params, decay, rate in groups
     ]
+    if rates["gate_lr"] is not None:
+        made[1]["gate_lr"] = rates["gate_lr"]  # as it was asked for: a schedule changes "lr", and "initial_lr" too
+    return made

@@ -149,9 +149,9 @@ class Budget:
         """Lets every step of an optimizer move the budget too: the loop stays as it is.
 
         Before each step the gradient of the Lagrangian's term is added to that of the gates, as `term()` in the loss
-        does. Adam moves the gates, whatever the optimizer is, at the rate that their group has now: a schedule,
-        momentum and weight decay do not reach them. Then multipliers, target and phase move. So a step that a gradient
-        scaler leaves out is left out here, and several backwards make one step.
+        does. Adam moves the gates, whatever the optimizer is, at the budget's rate or the one that `param_groups` was
+        told: a schedule, momentum and weight decay do not reach them. Then multipliers, target and phase move. So a
+        step that a gradient scaler leaves out is left out here, and several backwards make one step.
 
         Args:
             optimizer: of `gated.param_groups()`; gates and weights must both be in it.

@@ -24,7 +24,7 @@ class Driver:
             momentum and weight decay do not reach them.
         term: what is added to the loss, or `None` where gates do not learn any more.
         then: what follows a step.
-        gate_lr: the rate of the gates where they are in no group of their own, as `Gated.param_groups` makes one.
+        gate_lr: the rate of the gates where `Gated.param_groups` was not told another one.
 
     Raises:
         ValueError: the optimizer does not have all gates and weights.
@@ -52,8 +52,7 @@ class Driver:
         self._phi: Sequence[nn.Parameter] = list(gated.gates.parameters())
         own = inside[id(self._phi[0])]
         alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
-        rate = own.get("initial_lr", own["lr"]) if own.get("name") == "gates" else gate_lr
-        self.adam = torch.optim.Adam(self._phi, lr=rate, **alike)
+        self.adam = torch.optim.Adam(self._phi, lr=own.get("gate_lr", gate_lr), **alike)
         self._gradients: list[Tensor | None] = []
         before = optimizer.register_step_pre_hook(self._before)
         self._hooks = [before, optimizer.register_step_post_hook(self._after)]
