@@ -488,6 +488,28 @@ def test_a_folder_that_is_removed_or_moved_while_it_trains_is_an_error(
 
 @pytest.mark.usefixtures("no_page")
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("left", [None, b"\0garbage\n", 2])
+def test_a_good_checkpoint_goes_on_without_its_history(
+    left: bytes | int | None, run: Run, home: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(home, tmp_path / "copy")
+    history = copy / "history.jsonl"
+    lines = history.read_bytes().splitlines(keepends=True)
+    (copy / "results.json").unlink()
+    if left is None:
+        history.unlink()
+    else:
+        history.write_bytes(left * 3 if isinstance(left, bytes) else b"".join([*lines[:left], b"?\n", *lines[left:]]))
+    kept = left if isinstance(left, int) else 0
+    code, _, err = run("train", "--resume", "copy", "--quiet", "--json")
+    assert code == 0, err
+    assert f"is damaged: {len(lines) - kept} of {len(lines)} records are lost" in err
+    assert stored(copy / "compact.safetensors") == stored(home / "compact.safetensors")
+    assert len(Folder.open(copy).history()) == max(kept, 1)
+
+
+@pytest.mark.usefixtures("no_page")
+@pytest.mark.filterwarnings("default")
 def test_another_number_of_threads_is_told(run: Run, home: Path, tmp_path: Path) -> None:
     shutil.copytree(home, tmp_path / "copy")
     before = torch.get_num_threads()

@@ -288,12 +288,14 @@ def _cut(folder: Folder) -> list[str]:
     recipe, history = folder.recipes[0], folder.history()
     learned = [h for h in history if not h["tuning"]]
     if recipe.settles:  # its own record comes after it
-        before = next(h["shrunk"] for h in history if h.get("shrunk", {}).get("settled"))
+        before = next((h["shrunk"] for h in history if h.get("shrunk", {}).get("settled")), None)
         error, by = "", f"settling after epoch {recipe.settle_at}"
     elif recipe.finalize and learned:
         before = learned[-1]
         error, by = f", with {before['error']:.2f} % error", "`finalize`"
     else:
+        before = None
+    if before is None:
         return []
     kept = [f"{100 * h['kept'][recipe.cost]:.1f} %" for h in (before, history[-1])]
     return [f"When the gates had learned, {kept[0]} of {recipe.cost} were kept{error}; {by} made it {kept[1]}."]

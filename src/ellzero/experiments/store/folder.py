@@ -1,7 +1,7 @@
 """Run folders: where a run on disk has its recipes, its history, its checkpoints and its results.
 
     run.json            the recipes, and what is needed to repeat the run
-    history.jsonl       one line of JSON per run and evaluated epoch
+    history.jsonl       one line of JSON per run and evaluated epoch, with its checksum
     checkpoints/        see `checkpoint`
     results.json        one entry per recipe, when the run is finished
     compact.safetensors the compact network, which `ellzero train` puts there
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, Self, final
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import records
 from ellzero.experiments.store.records import FolderError
-from ellzero.out.files import FileError, remove_leftovers, replacing, write_text, writing
+from ellzero.out.files import FileError, remove_leftovers, replacing, write_bytes, write_text, writing
 
 try:
     import fcntl
@@ -31,7 +32,7 @@ except ImportError:
 
 FORMAT, FORMAT_VERSION = "ellzero.run", 1
 _RUN, _HISTORY, _CHECKPOINTS, _RESULTS = "run.json", "history.jsonl", "checkpoints", "results.json"
-_COMPACT = "compact.safetensors"
+_COMPACT, _SUM = "compact.safetensors", "crc32"
 
 
 @final
@@ -151,15 +152,17 @@ class Folder:
             os.close(self._lock)
         self._lock = None
 
-    def history(self) -> list[dict[str, Any]]:
-        """All records, in the order in which they were written, without one that was cut off in the end."""
-        return [record for record, _ in self._lines()]
+    def history(self, *, damaged: bool = False) -> list[dict[str, Any]]:
+        """All records, in the order in which they were written, without one that was cut off in the end. Of a `damaged`
+        history, those before the damage; else a FolderError says what it is.
+        """
+        return [record for record, _ in self._lines(damaged)[0]]
 
     def log(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Adds records to the history; they are on the disk when this returns."""
         file = self.path / _HISTORY
         data = "".join(_line(record) for record in records).encode()
-        whole = None if self._ends_in_a_record else sum(size for _, size in self._lines())
+        whole = None if self._ends_in_a_record else sum(size for _, size in self._lines()[0])
         self._ends_in_a_record = False
         with writing(file), file.open("ab") as stream:
             if whole is not None:  # a line that was cut off would swallow the next one
@@ -170,36 +173,43 @@ class Folder:
         self._ends_in_a_record = True
 
     def cut(self, count: int) -> None:
-        """Keeps the first `count` records: those after a checkpoint come again when the run goes on from it."""
+        """Keeps the first `count` records: those after a checkpoint come again when the run goes on from it.
+
+        Of a damaged history those before the damage are kept, and what it was is put beside it.
+        """
         if count < 0:
             raise ValueError(f"`count` must not be negative, got {count}")
-        lines = self._lines()
-        if len(lines) < count:
-            raise FolderError(
-                f"{str(self.path / _HISTORY)!r} has {len(lines)} records, and the run wrote {count}: some are lost"
-            )
-        if (self.path / _HISTORY).exists():
-            write_text(self.path / _HISTORY, "".join(_line(record) for record, _ in lines[:count]))
+        file = self.path / _HISTORY
+        lines, damage = self._lines(damaged=True)
+        if damage:
+            write_bytes(file.with_name(f"{_HISTORY}.damaged"), file.read_bytes())
+        if file.exists():
+            write_text(file, "".join(_line(record) for record, _ in lines[:count]))
         self._ends_in_a_record = True
 
-    def _lines(self) -> list[tuple[dict[str, Any], int]]:
-        """Every record, and how many bytes of the file it takes."""
+    def _lines(self, damaged: bool = False) -> tuple[list[tuple[dict[str, Any], int]], bool]:
+        """Every record, and how many bytes of the file it takes; and whether damage has ended them."""
         file = self.path / _HISTORY
         try:
             lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
         except OSError as error:
             raise FolderError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
-        records = []
+        found: list[tuple[dict[str, Any], int]] = []
+        summed = False  # lines of before have no checksum; once there is one, all have
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
-            if isinstance(record, dict):
-                records.append((record, len(line)))
-            elif number < len(lines):
+            has_sum = isinstance(record, dict) and record.pop(_SUM, None) is not None
+            if isinstance(record, dict) and (_line(record).encode() == line if has_sum else not summed):
+                found.append((record, len(line)))
+                summed = has_sum
+            elif number < len(lines) or (line.endswith(b"\n") and _SUM.encode() in line):
+                if damaged:
+                    return found, True
                 raise FolderError(f"{str(file)!r} is damaged: line {number} of {len(lines)} is no record")
-        return records
+        return found, False
 
     def finish(self, results: Sequence[Mapping[str, Any]]) -> None:
         """Writes what came out, one for each recipe, and with that says that the run is finished."""
@@ -236,7 +246,9 @@ def pace(history: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(records.plain(record), allow_nan=False) + "\n"
+    plain = records.plain(record)
+    text = json.dumps(plain, allow_nan=False)
+    return json.dumps(plain | {_SUM: f"{zlib.crc32(text.encode()):08x}"}) + "\n"
 
 
 __all__ = ["Folder", "FolderError", "pace"]

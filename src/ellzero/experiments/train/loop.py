@@ -105,6 +105,10 @@ def train(
                 for watcher in watchers:
                     watcher.note(records)
         if folder is not None:
+            if not trainer.history:  # it is lost, and there was nothing left to train
+                records = evaluation.note(trainer)
+                if writes:
+                    folder.log(records)
             saver.save(trainer, folder)
             if writes:
                 folder.finish(evaluation.results(trainer))

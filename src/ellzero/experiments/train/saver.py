@@ -135,7 +135,7 @@ def resume(trainer: Trainer, folder: Folder, *, cut: bool = True) -> bool:
     if found is not None:
         _take_up(trainer, folder, found, cut)
     if cut and trainer.rank == 0:
-        folder.cut(0 if found is None else found.state["records"])
+        folder.cut(len(trainer.history))
     return found is not None
 
 
@@ -158,7 +158,13 @@ def _take_up(trainer: Trainer, folder: Folder, found: checkpoint.Checkpoint, cut
         load(trainer, found.state)
     except ValueError as error:
         raise checkpoint.CheckpointError(f"{str(found.path)!r} cannot be taken up here: {error}") from error
-    trainer.history[:] = folder.history()[: found.state["records"]]
+    wrote, kept = found.state["records"], folder.history(damaged=True)
+    trainer.history[:] = (
+        kept[:wrote] if len(kept) >= wrote else kept[: len(kept) // trainer.runs.size * trainer.runs.size]
+    )
+    if cut and trainer.rank == 0 and len(trainer.history) < wrote:
+        lost = f"{wrote - len(trainer.history)} of {wrote} records are lost, and with them what they say of best errors"
+        warnings.warn(f"the history of {str(folder.path)!r} is damaged: {lost} and seconds", stacklevel=3)
 
 
 def identity(recipes: Sequence[Recipe]) -> tuple[str, list[dict[str, Any]]]:
