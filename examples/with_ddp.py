@@ -25,7 +25,7 @@ def points() -> TensorDataset:
     return TensorDataset(x, (x[:, 0] * x[:, 1] > 0).long())
 
 
-def main(epochs: int = 10) -> nn.Module:
+def main(epochs: int = 4) -> nn.Module:
     torch.manual_seed(0)
     sampler: DistributedSampler[TensorDataset] = DistributedSampler(points())
     loader = DataLoader(points(), batch_size=32, sampler=sampler)

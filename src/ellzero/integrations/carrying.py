@@ -72,12 +72,13 @@ class Carrier:
 def _write(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """A hook of `state_dict()`: adds the budget as a tensor of bytes, and has every shared tensor once, as files do."""
     carrier = _CARRIERS.get(module)  # none in a copy of the network
-    if carrier is None or carrier.budget is None:
+    budget = None if carrier is None else carrier.budget
+    if budget is None:
         return
     for twin in _twins(module):
         state.pop(prefix + twin, None)
     buffer = io.BytesIO()
-    torch.save(carrier.budget.state_dict(), buffer)
+    torch.save(budget.state_dict(), buffer)
     state[prefix + KEY] = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
@@ -112,7 +113,9 @@ def _fit(gated: Gated, found: dict[str, Any], given: dict[str, Tensor]) -> None:
         )
     plan = shrinking.planned(gated, units.numpy())
     step: Plan = plan.beyond(gated.taken)
-    for name, tensor in gated.model.state_dict().items():
+    for name, tensor in (*gated.model.named_parameters(), *gated.model.named_buffers()):
+        if f"model.{name}" not in given:  # a buffer that is not saved
+            continue
         if (shape := step.slice(name, tensor).shape) != given[f"model.{name}"].shape:
             there = tuple(given[f"model.{name}"].shape)
             raise ValueError(f"`state_dict` is of another network: `{name}` has shape {there}, here {tuple(shape)}")
