@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +17,13 @@ X = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] * X[:, 1] > 0).long()
 
 
+@functools.cache  # tracing takes half a second
+def traced() -> l0.Gated:
+    return l0.attach(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 2)), X[:2])
+
+
 def start() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    gated = l0.attach(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 2)), X[:2])
+    gated = copy.deepcopy(traced())
     gated.train()
     budget = l0.Budget(gated, macs=0.4, steps=30, learning=0.5)
     return gated, budget, torch.optim.SGD(gated.param_groups(lr=0.05), momentum=0.9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import re
 import sys
@@ -35,9 +36,13 @@ class Tied(nn.Module):
         return self.head(h) + self.again(h)
 
 
+@functools.cache  # tracing takes half a second
+def traced(width: int) -> l0.Gated:
+    return l0.attach(Tied(width), X[:2])
+
+
 def carried(steps: int, width: int = 16) -> tuple[l0.Gated, l0.Budget]:
-    torch.manual_seed(0)
-    gated = l0.attach(Tied(width), X[:2])
+    gated = copy.deepcopy(traced(width))
     gated.train()
     budget = l0.Budget(gated, macs=0.4, steps=20, learning=0.5)
     Carrier.of(gated).begin(budget)
@@ -51,7 +56,7 @@ def carried(steps: int, width: int = 16) -> tuple[l0.Gated, l0.Budget]:
 
 
 def fresh(width: int = 16) -> l0.Gated:
-    gated = l0.attach(Tied(width), X[:2])
+    gated = copy.deepcopy(traced(width))
     Carrier.of(gated)
     return gated
 

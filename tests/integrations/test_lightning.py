@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,17 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 2))
 
 
+@functools.cache  # tracing takes half a second
+def traced() -> l0.Gated:
+    return l0.attach(mlp(), X[:2])
+
+
 class Classifier(lightning.LightningModule):
     """As a user writes one, but that it seeds the noise of every batch."""
 
     def __init__(self, network: nn.Module | None = None) -> None:
         super().__init__()
-        self.net = mlp() if network is None else network
+        self.net = copy.deepcopy(traced()) if network is None else network
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         torch.manual_seed(100 * self.global_step + index)
@@ -87,7 +94,7 @@ def fitted(module: Any = None, *others: Any, options: dict[str, Any] | None = No
 
 
 def by_hand(accumulate: int = 1, clip: float | None = None, autocast: bool = False) -> l0.Budget:
-    gated = l0.attach(mlp(), X[:2])
+    gated = copy.deepcopy(traced())
     budget = l0.Budget(gated, macs=0.4, learning=0.5, steps=EPOCHS * 2 // accumulate)
     optimizer = torch.optim.SGD(gated.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
@@ -119,7 +126,7 @@ def share(small: nn.Module) -> float:
 
 @pytest.mark.parametrize("gated", [False, True], ids=["attaches", "takes"])
 def test_a_fit_is_the_plain_loop(gated: bool) -> None:
-    module = Classifier(l0.attach(mlp(), X[:2]) if gated else None)
+    module = Classifier(None if gated else mlp())
     ours = fitted(module)
     assert ours.budget is not None
     assert (ours.budget.done, ours.budget.phase) == (40, "tuning")
@@ -178,7 +185,7 @@ def test_a_stopped_fit_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_a_budget_is_refused(tmp_path: Path) -> None:
-    module = Classifier(l0.attach(mlp(), X[:2]))
+    module = Classifier()
     plain = trainer(max_epochs=1)
     plain.fit(module, loader())
     plain.save_checkpoint(tmp_path / "plain.ckpt")
@@ -200,7 +207,7 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(ValueError, match="`network` must name a network of the module, got 'body', and there are net"):
         fitted(network="body")
     with pytest.raises(ValueError, match="`example_inputs` must say what the network is called with"):
-        trainer(BudgetCallback(network="net", macs=0.4)).fit(Classifier(), loader())
+        trainer(BudgetCallback(network="net", macs=0.4)).fit(Classifier(mlp()), loader())
     with pytest.raises(ValueError, match="`steps` must be given where the trainer does not know"):
         fitted(options={"max_epochs": -1})
     ours = fitted(options={"max_epochs": 1})
