@@ -9,6 +9,7 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -1040,3 +1041,11 @@ def test_what_is_flat_is_split_by_placement() -> None:
     assert list(parts) == [name for name, _ in gated.named_gates()]
     for name, gate in gated.named_gates():
         torch.testing.assert_close(parts[name], gate.prob_open(), rtol=0, atol=0)
+
+
+def test_threads_attach_one_after_the_other() -> None:
+    """Torch's tracer has one state for all threads, and would say that the model cannot be traced."""
+    nets = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2)) for width in (3, 4, 5, 6)]
+    with ThreadPoolExecutor(4) as threads:
+        gated = list(threads.map(lambda net: l0.attach(net, torch.zeros(1, 4)), nets))
+    assert [gate.shape for g in gated for _, gate in g.named_gates()] == [(3,), (4,), (5,), (6,)]

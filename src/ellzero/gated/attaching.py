@@ -5,6 +5,7 @@ This file does not know what gates do in a forward (`module.py`), nor what an op
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from ellzero.graph.tracing import Inputs, as_inputs, shapes, trace
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
 OPEN = partial(HardConcreteGate, drop_rate=0.05)
+_ONE_AT_A_TIME = threading.Lock()  # torch traces in state that all threads share, as random numbers are
 
 
 def attach(
@@ -86,7 +88,8 @@ def attach(
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices):  # running the model here must not change what a seeded run draws later
+    # Running the model here must not change what a seeded run draws later.
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=devices):
         graph = trace(model, inputs[1] or inputs[0], limit=limit) if axes is None else _by_hand(model, axes)
         return replace(proven(model, graph, inputs), turns=turns(model, inputs) if axes is None else ())
 

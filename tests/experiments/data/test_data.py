@@ -178,6 +178,7 @@ def bad_answers() -> Iterator[tuple[str, bytes, int]]:
     yield "corrupted", BODY[:5000] + bytes([BODY[5000] ^ 4]) + BODY[5001:], len(BODY)
     yield "another page", b"<html>moved</html>", 18
     yield "empty", b"", 0
+    yield "too long", BODY + BODY, 2 * len(BODY)
 
 
 BAD_ANSWERS = [pytest.param(body, claimed, id=name) for name, body, claimed in bad_answers()]
@@ -191,6 +192,15 @@ def test_a_bad_answer_is_never_used_and_leaves_nothing(
     with pytest.raises(DataError, match=rf"(?s)^file\.gz is not in .*no mirror gave it:.*{file.urls[0]}.*ELLZERO_DATA"):
         contents([file], tmp_path)
     assert left_in(tmp_path) == []
+
+
+def test_no_more_is_taken_than_the_file_has(mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(downloads.tqdm, "update", lambda _, count: taken.append(count))
+    file = described("file.gz", BODY, mirror.gives("/file.gz", BODY * 20))
+    with pytest.raises(DataError, match=r"it gives more than the 200,000 bytes of the file"):
+        contents([file], tmp_path)
+    assert sum(taken) <= len(BODY)
 
 
 @pytest.mark.parametrize(("body", "claimed"), BAD_ANSWERS)

@@ -334,6 +334,17 @@ def test_other_data_and_another_number_of_processes_are_refused(tmp_path: Path) 
     checkpoint.save(folder.checkpoints, {**found.state, "ranks": 2}, step=9, recipe_digest=digest, recipes=plain)
     with pytest.raises(CheckpointError, match=r"was trained with 2 processes and goes on with as many, got 1$"):
         short(folder)
+    name, value = next(iter(found.state["values"].items()))
+    for values, why in (
+        ({name: value.reshape(-1)[:1]}, rf"`values\.{name}` has shape \(1,\), and must be "),  # it would fit everywhere
+        ({}, name),
+    ):
+        changed = {**found.state, "values": values}
+        checkpoint.save(folder.checkpoints, changed, step=8, recipe_digest=digest, recipes=plain, keep=9)
+        (folder.checkpoints / "step-000000009.safetensors").rename(tmp_path / "aside")
+        with pytest.raises(CheckpointError, match=f"cannot be taken up here: .*{why}"):
+            short(folder)
+        (tmp_path / "aside").rename(folder.checkpoints / "step-000000009.safetensors")
     assert checkpoint.steps(folder.checkpoints)[-1] == 9
     assert training.restore(folder, few).epoch == 1  # looking is another matter
 

@@ -120,17 +120,27 @@ def _fetched(file: File, folder: Path) -> bytes:
     return file.checked(path.read_bytes(), str(path))
 
 
+def _fetch(url: str, to: Path, size: int, bar: tqdm) -> None:
+    """Not by pooch's downloader, which takes whatever comes until the disk is full."""
+    with requests.get(url, stream=True, timeout=_TIMEOUT) as answer, to.open("wb") as out:
+        answer.raise_for_status()
+        for chunk in answer.iter_content(_CHUNK):
+            if out.tell() + len(chunk) > size:
+                raise ValueError(f"it gives more than the {size:,} bytes of the file")
+            out.write(chunk)
+            bar.update(len(chunk))
+
+
 def _download(file: File, path: Path) -> None:
     failures = []
     for url in file.urls:
-        # Shown where somebody looks, a terminal. The face is the one that pooch asks for.
+        # Shown where somebody looks, a terminal.
         bar = tqdm(desc=path.name, total=file.size, unit="B", unit_scale=True, disable=None)
-        fetch = pooch.HTTPDownloader(progressbar=bar, chunk_size=_CHUNK, timeout=_TIMEOUT)
         try:
             with bar, writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(path) as unfinished:
-                    fetch(url, str(unfinished), None)
+                    _fetch(url, unfinished, file.size, bar)
                     digest = pooch.file_hash(unfinished)
                     if digest != file.sha256:
                         raise ValueError(f"the SHA-256 of what it gave is {digest} instead of {file.sha256}")

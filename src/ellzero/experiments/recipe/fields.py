@@ -51,6 +51,7 @@ Share = Annotated[float, Range("a fraction of the dense cost in (0, 1]", lambda 
 Count = Annotated[int, Range("an integer of at least 1", lambda n: n >= 1)]
 CountOrZero = Annotated[int, Range("an integer of at least 0", lambda n: n >= 0)]
 Epochs = tuple[Count, ...]
+_LARGEST = 1e30
 
 
 @final
@@ -90,6 +91,8 @@ def checked(hint: Any, name: str, value: Any) -> Any:
     right = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     if kind is float:
         right = right and abs(value) <= sys.float_info.max  # nan is not
+        if right and abs(value) > _LARGEST:
+            raise _refusal(name, f"at most {_LARGEST:g}, which single precision can multiply", value)
     if not right or not span.accepts(value):
         raise _refusal(name, span.words, value)
     return float(value) if kind is float else value

@@ -64,12 +64,14 @@ def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
     else:
         trainer.prepare()
     with torch.no_grad():
-        for name, value in trainer.runs.values().items():
-            value.copy_(state["values"][name])
-        for name, buffer in trainer.runs.template.named_buffers():
-            buffer.copy_(state["buffers"][name])
-        for name, value in trainer.average.tensors.items():
-            value.copy_(state["average"][name])
+        buffers = dict(trainer.runs.template.named_buffers())
+        held = {"values": trainer.runs.values(), "buffers": buffers, "average": trainer.average.tensors}
+        for kind, name, tensor in ((kind, *item) for kind, own in held.items() for item in own.items()):
+            stored = state[kind][name]
+            if stored.shape != tensor.shape:  # one number would be copied to all places
+                shapes = f"{tuple(stored.shape)}, and must be {tuple(tensor.shape)}"
+                raise ValueError(f"`{kind}.{name}` has shape {shapes}")
+            tensor.copy_(stored)
         trainer.step.losses.copy_(state["own"][trainer.rank]["losses"])
     groups = trainer.optimizer.state_dict()["param_groups"]
     trainer.optimizer.load_state_dict({"state": dict(state["optimizer"]), "param_groups": groups})
@@ -156,7 +158,7 @@ def _take_up(trainer: Trainer, folder: Folder, found: checkpoint.Checkpoint, cut
         found.state["own"] = [_own(trainer)]  # nothing is drawn by looking
     try:
         load(trainer, found.state)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise checkpoint.CheckpointError(f"{str(found.path)!r} cannot be taken up here: {error}") from error
     wrote, kept = found.state["records"], folder.history(damaged=True)
     trainer.history[:] = (
