@@ -252,6 +252,7 @@ class Budget:
             "bounds": [name_of(cost) for cost in self.bounds],
             "done": self.done,
             "fixed": self.gated.fixed,
+            "masked": self.masked,
             "units": None if self.gated.taken is None else torch.as_tensor(self.gated.taken.units),
             "constraints": [constraint.state_dict() for constraint in self.constraints],
             "adam": None if self._driver is None else self._driver.adam.state_dict(),
@@ -271,7 +272,7 @@ class Budget:
                 )
         for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
             constraint.load_state_dict(saved)
-        self.done = state["done"]
+        self.done, self.masked = state["done"], state["masked"]
         if state["fixed"]:
             _fix(self.gated)
         if state["units"] is not None and not _taken_out(self.gated, state["units"]):
