@@ -94,6 +94,9 @@ class Liveness:
     def weakest(self, evidence: Tensor) -> npt.NDArray[np.float64]:
         """For each unit the least evidence of the gates that all its readers share, which chooses among closed ones."""
         numbers = evidence.double().cpu().numpy()
+        if (bad := np.flatnonzero(np.isnan(numbers))).size:
+            found = f"{bad.size} of {numbers.size} that are NaN, the first is number {bad[0]}"
+            raise ValueError(f"gates must be open or closed, got {found} in the order of `named_gates()`")
         padded = np.concatenate([numbers, np.full(self.one + 2 - len(numbers), np.inf)])
         return np.asarray(padded[self.common].min(1))
 

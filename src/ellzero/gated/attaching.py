@@ -15,6 +15,7 @@ from typing import Any, Never
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement, Where, per_layer, shrinkable
@@ -83,7 +84,9 @@ def attach(
     if graph.turns:
         what = "the model takes another way than with the example, which is the only one that was looked at"
         warnings.warn(f"with {' and with '.join(graph.turns)} {what}", stacklevel=2)
-    return Gated(model, graph, placements, [_make(gate, p) for p in placements], inputs)
+    gates = [_make(gate, p) for p in placements]
+    _refuse_idle_patterns(gate, placements)
+    return Gated(model, graph, placements, gates, inputs)
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
@@ -121,6 +124,19 @@ def _make(maker: GateMaker | Mapping[str, GateMaker], placement: Placement) -> A
     return gate
 
 
+def _refuse_idle_patterns(maker: GateMaker | Mapping[str, GateMaker], placements: Sequence[Placement]) -> None:
+    if not isinstance(maker, Mapping):
+        return
+    names = [p.name for p in placements]
+    used = {next(pattern for pattern in maker if fnmatchcase(name, pattern)) for name in names}
+    idle = [pattern for pattern in maker if pattern not in used and pattern != "*"]  # "all others" may be none
+    if idle:
+        raise ValueError(
+            f"`gate` must use each of its patterns, and {', '.join(map(repr, idle))} is the first that matches for "
+            f"none of {', '.join(names)}"
+        )
+
+
 def _by_hand(model: nn.Module, axes: Sequence[Axis]) -> Graph:
     members = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for axis in axes:
@@ -144,6 +160,20 @@ def _refuse_unfit(model: Any, where: Any) -> None:
         raise TypeError(
             f"`where` must be a function from a graph to placements, such as `l0.shrinkable()`, got {where!r}"
         )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            what = f"`{path}`" if path else "`model`"
+            kind = type(module).__name__
+            raise ValueError(f"{what} is wrapped in `{kind}`: attach to what it wraps, `.module`, and wrap the result")
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(t):
+            raise ValueError(f"`model` has no shape for `{name}` yet: call it once on the example, then attach")
+        if t.device.type == "meta":
+            raise ValueError(f"`model` has no numbers for `{name}`, on the meta device: give it some, then attach")
+        if not t.is_leaf:
+            raise ValueError(
+                f"`model` has a buffer that autograd remembers the making of, `{name}`: register it after `.detach()`"
+            )
     # Sharded parameters are swapped underneath the call and would be silently ungated.
     for name, p in model.named_parameters():
         if type(p).__name__ == "FlatParameter" or type(p.data).__name__ == "DTensor":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from numbers import Real
 from typing import Any
 
 from torch import nn
@@ -16,8 +17,8 @@ def grouped(
 ) -> list[dict[str, Any]]:
     """The groups of `Gated.param_groups`, whose arguments are the `rates`; `counted` names weights that gates count."""
     for key, value in rates.items():
-        if value is not None and not 0 <= value < float("inf"):
-            raise ValueError(f"`{key}` must be a number >= 0, got {value}")
+        if value is not None and (not isinstance(value, Real) or not 0 <= value < float("inf")):
+            raise ValueError(f"`{key}` must be a number >= 0, got {value!r}")
     named, apart = list(weights), set(counted) if rates["counted_weight_decay"] is not None else set()
     lr, gate_lr = rates["lr"], rates["lr"] if rates["gate_lr"] is None else rates["gate_lr"]
     groups = [

@@ -8,6 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_TAKEN = frozenset(dir(nn.ModuleDict()))  # a dictionary of modules takes no key that it has as an attribute
+
+
+def key_of(name: str) -> str:
+    """Under what key the gates of a placement are kept, and found in a state.
+
+    Example:
+        >>> key_of("layers.0"), key_of("keys")
+        ('layers/0', 'keys/')
+    """
+    return f"{name}/" if name in _TAKEN else name.replace(".", "/")
+
 
 def own_state(model: nn.Module, gates: nn.Module) -> dict[str, Any]:
     """The state of a gated network, without what hooks add to it."""

@@ -3,6 +3,9 @@
 It draws every gate once per forward, has the draws multiplied into the weights that read (`multiplying.py`), and runs
 the user's own model with these weights in place of its own. The model is shared, not copied: called directly it is the
 dense network. This file does not know what an open gate costs, nor how a network is made smaller.
+
+What is not a number stays visible: a gate that is NaN, or a closed one on a unit that is infinite (0 · ∞), makes the
+output NaN. In the network that `compact` returns a closed unit is not there, nor is its infinity.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch.utils._pytree import tree_map
 from ellzero.gated.alive import liveness
 from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.grouping import grouped
-from ellzero.gated.loading import own_state, refuse_other_keys, refuse_other_shapes
+from ellzero.gated.loading import key_of, own_state, refuse_other_keys, refuse_other_shapes
 from ellzero.gated.multiplying import aim, in_place, multiplied
 from ellzero.gated.placements import Placement
 from ellzero.gated.showing import Showing
@@ -41,7 +44,7 @@ class Gated(Showing):
         taken: the plan of what was taken out of the model for good (`shrink`), or `None`. All that counts, and the
             gates, go on meaning the model as it was attached to.
         present: the placements as they lie on the tensors that the model has now.
-        gates: the gate modules, by name ("." written as "/").
+        gates: the gate modules, by name ("." written as "/", and one behind a name that torch keeps, as "keys/").
         fixed: whether gates have their test-time values in training too (`fix`).
         gate_lr: the rate of the gates in `param_groups` where none is named; a `Budget` sets it.
         memo: what costs worked out about this network once, emptied when it moves.
@@ -62,7 +65,7 @@ class Gated(Showing):
         self.liveness = liveness(graph, placements)
         self.model = model
         self.graph, self.placements = graph, tuple(placements)
-        self.gates = nn.ModuleDict({n.replace(".", "/"): g for n, g in zip(names, gates, strict=True)})
+        self.gates = nn.ModuleDict({key_of(n): g for n, g in zip(names, gates, strict=True)})
         self.example_inputs = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, example_inputs)
         reference = next(p for p in model.parameters())
         self.gates.to(reference.device, torch.float64 if reference.dtype == torch.float64 else None)

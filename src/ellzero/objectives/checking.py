@@ -10,8 +10,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from numbers import Real
 
+import torch
+
 from ellzero.gated.module import Gated
-from ellzero.objectives.costs import Cost, dense, macs, only, params, unwrapped
+from ellzero.objectives.costs import Cost, dense, macs, name_of, only, params, units, unwrapped
 
 
 class WeakMemory:
@@ -54,10 +56,20 @@ def dense_of(argument: str, cost: Cost, gated: Gated, group: str | None) -> floa
     return whole
 
 
-def name_of(cost: Cost) -> str:
-    """What a cost is called in a message."""
-    function, _ = unwrapped(cost)
-    return str(getattr(function, "__name__", type(function).__name__))
+def refuse_unmoved(cost: Cost, gated: Gated) -> None:
+    """Refuses a cost that gates on single weights do not move: an input goes with the last gate of its column, and
+    P(all closed) is zero to the last bit in a column of some length.
+    """
+    if unwrapped(cost)[0] not in (params, macs, units) or all(len(p.shape) == 1 for p in gated.placements):
+        return
+    with torch.enable_grad(), torch.inference_mode(False):
+        value, phi = cost(gated), list(gated.gates.parameters())
+        slopes = torch.autograd.grad(value, phi, allow_unused=True) if value.requires_grad else []
+    if not any(slope is not None and bool(slope.any()) for slope in slopes):
+        raise ValueError(
+            f"`cost` must fall when gates close, got `{name_of(cost)}`, which gates on single weights do not move: "
+            "an input goes only with all gates of its column; use `l0.l0_norm`"
+        )
 
 
 def counts_by_module(cost: Cost) -> bool:

@@ -24,10 +24,10 @@ from ellzero.objectives.checking import (
     check_fractions,
     counts_by_module,
     dense_of,
-    name_of,
+    refuse_unmoved,
     stranger,
 )
-from ellzero.objectives.costs import Cost, floor, kept, only
+from ellzero.objectives.costs import Cost, called, floor, kept, name_of, only
 from ellzero.objectives.duals import AbstractDual, AbstractWarmup, GradientAscent
 
 
@@ -225,7 +225,7 @@ class Constraint(nn.Module):
         return f"{name_of(self.cost)}, at_most={at_most}, per_axis={self._per_axis}, on={self._on!r}, dual={self.dual}"
 
     def _costs(self, gated: Gated, cost: Cost, groups: Mapping[str | None, float]) -> Tensor:
-        costs = [only(cost, group)(gated) for group in groups]
+        costs = [called(only(cost, group), gated) for group in groups]
         return costs[0].unsqueeze(0) if len(costs) == 1 else torch.stack(costs)  # one is the common case: a view
 
     def _gap(self, gated: Gated, cost: Cost) -> Tensor:
@@ -238,6 +238,7 @@ class Constraint(nn.Module):
             goal = dict.fromkeys([glob.escape(name) for name in sizes], goal[None])
         argument = "per_axis" if self._per_axis else "at_most"
         whole = {group: dense_of(argument, self.cost, gated, group) for group in goal}
+        refuse_unmoved(self.cost, gated)
         bounded = kept(self.cost) if self._on == "kept" else self.cost
         floors = {}
         for group in goal:

@@ -9,10 +9,12 @@ signature, or a plain function of a `Gated` where nobody asks for more.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -136,7 +138,7 @@ def kept(cost: Cost) -> Cost:
         >>> bool(kept(macs)(gated) == macs(gated, kept=True))
         True
     """
-    return partial(cost, kept=True)
+    return partial(_taking(cost, "kept", True), kept=True)
 
 
 def only(cost: Cost, pattern: str | None) -> Cost:
@@ -148,14 +150,42 @@ def only(cost: Cost, pattern: str | None) -> Cost:
         >>> dense(only(params, "1"), gated)
         8.0
     """
-    return cost if pattern is None else partial(cost, only=pattern)
+    return cost if pattern is None else partial(_taking(cost, "only", pattern), only=pattern)
+
+
+def called(cost: Cost, gated: Gated) -> Tensor:
+    """What a cost says about a network, or a refusal of what is no cost."""
+    said = cost(gated)
+    if said.ndim if isinstance(said, Tensor) else not isinstance(said, Real):
+        what = f"a tensor of shape {tuple(said.shape)}" if isinstance(said, Tensor) else repr(said)
+        raise TypeError(f"`cost` must return a scalar tensor, got {what} from `{name_of(cost)}`")
+    return said
+
+
+def _taking(cost: Cost, flag: str, value: object) -> Cost:
+    """The cost, if it takes the flag."""
+    if not torch.compiler.is_compiling():
+        try:
+            signature = inspect.signature(cost)
+        except ValueError:  # some of what is not written in Python has none
+            return cost
+        if flag not in signature.parameters and all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
+            what = "what is kept now" if flag == "kept" else "a part"
+            raise TypeError(f"`cost` must take `{flag}={value!r}`, for {what}, got `{name_of(cost)}{signature}`")
+    return cost
+
+
+def name_of(cost: Cost) -> str:
+    """What a cost is called in a message."""
+    function, _ = unwrapped(cost)
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def dense(cost: Cost, gated: Gated) -> float:
     """The cost of the dense network, that fractions refer to: every gate open."""
     _check(gated)
     with torch.no_grad(), gated.assuming(torch.ones(gated.liveness.size)):
-        return float(cost(gated))
+        return float(called(cost, gated))
 
 
 def floor(cost: Cost, gated: Gated) -> tuple[float, list[str]]:
@@ -164,7 +194,7 @@ def floor(cost: Cost, gated: Gated) -> tuple[float, list[str]]:
     """
     _check(gated)
     with torch.no_grad(), gated.assuming(torch.zeros(gated.liveness.size)):
-        least, layers = float(cost(gated)), breakdown(cost, gated)
+        least, layers = float(called(cost, gated)), breakdown(cost, gated)
     return least, [name for name, c in sorted(layers.items(), key=lambda item: -item[1]) if c > 0]
 
 

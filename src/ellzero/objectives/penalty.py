@@ -21,9 +21,9 @@ from ellzero.objectives.checking import (
     check_groups,
     counts_by_module,
     dense_of,
-    name_of,
+    refuse_unmoved,
 )
-from ellzero.objectives.costs import Cost, l0_norm, only
+from ellzero.objectives.costs import Cost, called, l0_norm, name_of, only
 
 
 @final
@@ -76,12 +76,14 @@ class Penalty:
 
     def __call__(self, gated: Gated) -> Tensor:
         """The term to add to the loss: a differentiable scalar."""
-        if None in self._weights:
-            return self._weights[None] * self.cost(gated)
         if not torch.compiler.is_compiling() and not self._checked.holds(gated):
-            self._check_patterns(gated)
+            if None not in self._weights:
+                self._check_patterns(gated)
+            refuse_unmoved(self.cost, gated)
             self._checked.keep(gated)
-        return torch.stack([weight * only(self.cost, p)(gated) for p, weight in self._weights.items()]).sum()
+        if None in self._weights:
+            return self._weights[None] * called(self.cost, gated)
+        return torch.stack([weight * called(only(self.cost, p), gated) for p, weight in self._weights.items()]).sum()
 
     def __repr__(self) -> str:
         return f"Penalty({name_of(self.cost)}, weight={self.weight})"

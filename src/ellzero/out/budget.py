@@ -17,9 +17,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs
-from ellzero.objectives.checking import check_count, check_number, name_of
+from ellzero.objectives.checking import check_count, check_number
 from ellzero.objectives.constraint import Constraint
-from ellzero.objectives.costs import Cost
+from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
 from ellzero.out import shrinking
 from ellzero.out.compaction import compact

@@ -130,7 +130,7 @@ class _Target:
     def kept(self, opens: Tensor) -> float:
         """What is kept with these gates open."""
         with self.gated.assuming(opens):
-            return float(self.counted(self.gated, kept=True))
+            return float(kept(self.counted)(self.gated))
 
     def savings(self, opens: Tensor) -> Tensor:
         """What closing each gate alone saves: a cost is linear in each gate, so its gradient is the difference."""
