@@ -23,7 +23,8 @@ def resizes(*types: type[nn.Module]) -> Callable[[Callable[[Any], None]], Callab
 
 def resize(module: nn.Module) -> None:
     """Brings a module's attributes in line with its sliced tensors; a type without a resizer has none that matter."""
-    fix = next((RESIZERS[kind] for kind in type(module).__mro__ if kind in RESIZERS), None)
+    known = RESIZERS | {kind: _transposed for kind in type(module).__mro__ if _path(kind) == _CONV1D}
+    fix = next((known[kind] for kind in type(module).__mro__ if kind in known), None)
     if fix is not None:
         fix(module)
 
@@ -74,3 +75,14 @@ def _embedding(m: nn.Embedding) -> None:
 @resizes(nn.PReLU)
 def _prelu(m: nn.PReLU) -> None:
     m.num_parameters = m.weight.shape[0]
+
+
+_CONV1D = "transformers.pytorch_utils.Conv1D"  # by its name: not everyone has the package
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _transposed(m: Any) -> None:
+    m.nx, m.nf = m.weight.shape

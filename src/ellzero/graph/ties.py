@@ -38,6 +38,7 @@ class Ties:
     steps: list[Step] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     leaves: int = 0  # bit set of the steps that are inputs and parameters
+    contracting: int = 0  # bit set of the steps that multiply and add up, as a weight does
 
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():

@@ -129,11 +129,18 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
         model = copy.deepcopy(model)  # a forward may count its calls, or keep what it saw
     except Exception as error:
         what = "`model` cannot be copied, and removals are tried out on a copy"
-        raise TraceError(f"{what}: {first_line(error)}") from error
+        made = [f"`{path}.{key}`" for path, m in model.named_modules() for key, t in vars(m).items() if _computed(t)]
+        why = f"{made[0].replace('`.', '`')} is a tensor that autograd remembers the making of" if made else ""
+        hint = "; detach it, or use `torch.nn.utils.parametrizations` where a hook makes it"
+        raise TraceError(f"{what}: {why + hint if why else first_line(error)}") from error
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
     walk(model, ties, inputs, deadline)
     walk(model, ties, _doubled(inputs), deadline, training=True)
     return unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
+
+
+def _computed(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -193,15 +200,18 @@ class _Walk:
             except Exception as error:
                 if training:  # it takes no other batch size, or has no training mode of its own: the first walk stands
                     return
-                raise TraceError(
-                    "`torch.export` cannot trace the model with `example_inputs` (data-dependent control flow is a "
-                    f"common cause; axes can be passed by hand as `axes`): {first_line(error)}"
-                ) from error
+                cause = "data-dependent control flow is a common cause; axes can be passed by hand as `axes`"
+                if "Cache'>" in str(error):
+                    cause = "it returns a cache: pass `use_cache=False` among the example's keyword arguments"
+                what = "`torch.export` cannot trace the model with `example_inputs`"
+                raise TraceError(f"{what} ({cause}): {first_line(error)}") from error
+        _inline(program.graph_module)
         signature = program.graph_signature
         members = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         values: dict[torch.fx.Node, Any] = {}
         nodes = list(program.graph.nodes)
         self.index = {node: number for number, node in enumerate(nodes)}
+        self.ties.contracting = 0
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
         for number, node in enumerate(nodes):
             if time.monotonic() > self.deadline:
@@ -242,9 +252,12 @@ class _Walk:
         rule, leaves = RULES.get(call.op), tree_leaves(args)
         if call.op not in SIZED:
             call.numbers = tuple(leaf for leaf in leaves if isinstance(leaf, int | float | str))
-        if any(leaf is _OF_DATA for leaf in leaves) or _of_data(call.shapes, tensors(args)):
-            rule = None
-        result = rule(call, *args) if rule else unknown(call, tensors(args))
+        told = any(leaf is _OF_DATA for leaf in leaves)
+        why = f"{call.where} gets a number that only the data tell, as an `item()` does" if told else None
+        if not told and _of_data(call.shapes, tensors(args)):
+            why = f"{call.where} has as many entries as the data tell, as a mask or `nonzero` does"
+        rule = None if why else rule
+        result = rule(call, *args) if rule else unknown(call, tensors(args), why)
         for name in call.reads:
             owner = name.rpartition(".")[0]
             own = call.module == owner and isinstance(self.modules.get(owner), _LAYERS)
@@ -277,10 +290,11 @@ class _Walk:
         if node.target is not operator.getitem:
             for value in made:
                 value.step, value.ancestors = number, ancestors
+        call = node.meta.get("ellzero") or Call(self.ties, str(node.target), "", [], 1)
+        self.ties.contracting |= call.contracts << number
         if not training:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
             fed = tuple(self.index[n] for n in node.all_input_nodes)
-            call = node.meta.get("ellzero") or Call(self.ties, str(node.target), "", [], 1)
             laid = tuple((v.shape, dict(v.carried)) for v in made if node.op != "placeholder")
             step = Step(fed, call.reads, is_input, node.op == "output", call.op, call.numbers, laid)
             self.ties.steps.append(step)
@@ -303,3 +317,32 @@ def _bound(node: Any, values: dict[Any, Any]) -> list[Any]:
     for argument in node.target._schema.arguments[len(args) :]:
         args.append(kwargs.get(argument.name, argument.default_value))
     return args
+
+
+_BLOCKS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def _inline(module: torch.fx.GraphModule) -> None:
+    """Puts the operations of `with torch.no_grad():` and `with torch.autocast(…):` in the place of such a block."""
+    for node in list(module.graph.nodes):
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _BLOCKS:
+            continue
+        place = next(k for k, a in enumerate(node.args) if isinstance(a, torch.fx.Node) and a.op == "get_attr")
+        inner: Any = module.get_submodule(node.args[place].target)
+        _inline(inner)
+        if any(n.op == "get_attr" for n in inner.graph.nodes):  # it holds on to something of its own
+            continue
+        given = iter(node.args[place + 1 :])
+        copies: dict[torch.fx.Node, Any] = {}
+        with module.graph.inserting_before(node):
+            for n in inner.graph.nodes:
+                if n.op == "placeholder":
+                    copies[n] = next(given)
+                elif n.op == "output":
+                    made = torch.fx.node.map_arg(n.args[0], copies.__getitem__)
+                else:
+                    copies[n] = module.graph.node_copy(n, copies.__getitem__)
+        for user in list(node.users):  # a block returns a tuple
+            user.replace_all_uses_with(made[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)

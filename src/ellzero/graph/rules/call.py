@@ -29,6 +29,7 @@ class Call:
     count_macs: bool = True
     reads: tuple[str, ...] = ()
     numbers: tuple[Any, ...] = ()
+    contracts: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,6 +43,7 @@ class Call:
         self, factor: float, weight: Value | None, left: Numbers | None = None, right: Numbers | None = None
     ) -> None:
         """Records MACs: `factor` for each entry of `weight`, or of `left` × `right` where it is no whole parameter."""
+        self.contracts = True
         if not self.count_macs:
             return
         source = weight.source if weight is not None else None
@@ -91,6 +93,7 @@ def couples(*ops: str, sized: bool = False) -> Callable[[Rule], Rule]:
 def unknown(call: Call, reached: Sequence[Value], reason: str | None = None) -> list[Value]:
     """What happens to an operation without a rule: all that reaches it is frozen, and what comes out is plain."""
     reason = reason or f"there is no rule for {call.where}"
+    call.contracts = True  # for all that is known
     for value in reached:
         freeze(call.ties, value, reason)
     return [Value(shape, why=f"the output of {call.where}") for shape in call.shapes]

@@ -32,8 +32,8 @@ def _convolve(call: Call, x: Value, weight: Value, bias: Value | None, groups: i
     into, out = (0, 1) if transposed else (1, 0)
     what = values.single(ties, x, channel)
     values.freeze(ties, x, f"{call.where} convolves along it", range(channel + 1, x.ndim))
-    if weight.source is not None:
-        ties.ignored.extend(ties.atoms(weight.source, d) for d in range(2, weight.ndim))
+    if weight.source is not None:  # places in a kernel are no units
+        ties.ignored.extend(atoms for dims, atoms in weight.carried.items() if min(dims) > 1)
     n_in, n_out = x.shape[channel], call.shape[channel]
     if groups == 1:
         call.reader(weight, values.solid(ties, weight, into), what, x)
@@ -60,8 +60,8 @@ def _depthwise(
     own = values.solid(ties, weight, 0)
     if transposed and n_out != n_in:  # weight (in, multiplier): the outputs of one input are its multiplier columns
         own = np.repeat(own, n_out // n_in)
-    if weight.source is not None:
-        ties.ignored.append(ties.atoms(weight.source, 1))
+    if weight.source is not None and (1,) in weight.carried:
+        ties.ignored.append(weight.carried[(1,)])
     if what is None:
         ties.freeze(own, f"it reads {x.why}")
     else:
@@ -75,8 +75,11 @@ def _grouped(
 ) -> Numbers:
     """A weight's column j reads channel j *of its row's group*: the site is an index map over (row, column)."""
     ties = call.ties
-    if weight.source is None:
-        values.freeze(ties, weight, f"{call.where} has groups and a weight that is computed, not a parameter")
+    stored = [weight.carried.get((d,), np.array([])) for d in (0, 1)]  # a table lies on the dimensions as they are
+    name = weight.source
+    if name is None or not all(np.array_equal(a, ties.atoms(name, d)) for d, a in enumerate(stored)):
+        values.freeze(ties, weight, f"{call.where} has groups and a weight that is computed, or laid out anew")
+        weight = replace(weight, source=None)
     if what is None:
         what = ties.fresh(n_in)
         ties.freeze(what, f"it reads {x.why}")

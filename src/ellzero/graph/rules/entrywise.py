@@ -36,8 +36,10 @@ def same(call: Call, x: Value, *_: Any) -> Value:
 @couples("add", "sub", "rsub", "subtract")
 def addition(call: Call, a: Any, b: Any, *_: Any) -> Value:
     out = values.elementwise(call.ties, tensors((a, b)), call.shape)
-    if isinstance(a, Value) and isinstance(b, Value) and a.lineage & b.lineage & ~call.ties.leaves:
-        # Both were computed from one activation, and they are added up: a residual stream.
+    if not (isinstance(a, Value) and isinstance(b, Value)):
+        return out
+    if a.lineage & b.lineage & ~call.ties.leaves and (a.lineage ^ b.lineage) & call.ties.contracting:
+        # Both were computed from one activation, a weight on one of the ways, and are added up: a residual stream.
         both = [g for g in out.carried if _carries(a, g, out) and _carries(b, g, out)]
         call.ties.streams.extend(out.carried[g] for g in both)
     return out

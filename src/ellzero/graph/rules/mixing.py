@@ -80,6 +80,15 @@ def over_space(call: Call, x: Value, *_: Any) -> list[Value]:
     return [Value(shape, carried, "a dimension of space") for shape in call.shapes]
 
 
+@couples("grid_sampler")
+def sampled(call: Call, x: Value, grid: Value, *_: Any) -> Value:
+    """Each channel by itself, at places that the grid tells."""
+    values.freeze(call.ties, grid, f"{call.where} uses it as places")
+    carried = values.without(call.ties, x, range(2, x.ndim), call.mixes())
+    values.freeze(call.ties, x, call.mixes(), [0])
+    return Value(call.shape, {g: a for g, a in carried.items() if 0 not in g}, "a dimension of space")
+
+
 @couples("constant_pad_nd", "pad", *(f"{kind}_pad{d}d" for kind in ("reflection", "replication") for d in (1, 2, 3)))
 def pad(call: Call, x: Value, amounts: Sequence[int], *_: Any) -> Value:
     padded = [x.ndim - 1 - k // 2 for k, n in enumerate(amounts) if n]

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 from ellzero.graph import values
+from ellzero.graph.axes import Numbers
 from ellzero.graph.rules.call import Call, couples, unknown
 from ellzero.graph.values import Value
 
@@ -58,7 +59,7 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     return out
 
 
-@couples("addmm")
+@couples("addmm", "baddbmm")
 def addmm(call: Call, bias: Value, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     out = matmul(call, a, b)
     return values.elementwise(call.ties, [out, bias], call.shape) if isinstance(out, Value) else out
@@ -71,3 +72,35 @@ def embedding(call: Call, weight: Value, index: Value, *_: Any) -> Value:
     call.writer(weight, atoms)
     values.freeze(call.ties, index, f"{call.where} uses it as an index")
     return Value(call.shape, {(len(call.shape) - 1,): atoms})
+
+
+@couples("einsum")
+def einsum(call: Call, equation: str, operands: list[Value], *_: Any) -> Value | list[Value]:
+    """A product of an activation and a parameter that sums over one letter; all else of it is frozen."""
+    spelt = equation.replace(" ", "")
+    parts, _arrow, out = spelt.partition("->")
+    names = parts.split(",")
+    sizes = {c: n for name, v in zip(names, operands, strict=True) for c, n in zip(name, v.shape, strict=False)}
+    known = "->" in spelt and "." not in spelt and all(len(set(name)) == len(name) for name in names)
+    if not known or len(operands) != 2:
+        return unknown(call, operands, f"{call.where} writes its product in a way that is not followed")
+    (x, weight), (at, of) = operands, names
+    if weight.source is None:
+        (weight, x), (of, at) = operands, names
+    summed = [c for c in sizes if c not in out]
+    matrix = weight.source is not None and x.source is None and weight.ndim == 2
+    if not matrix or len(summed) != 1 or {*at} & {*of} != {*summed}:
+        call.multiplies(prod(sizes.values()), None)
+        return unknown(call, operands, f"{call.where} multiplies it with something that is not one matrix")
+    ties, (c,) = call.ties, summed
+    reading = values.solid(ties, weight, of.index(c))
+    call.reader(weight, reading, values.single(ties, x, at.index(c)), x)
+    carried: dict[values.Dims, Numbers] = {}
+    for d, letter in enumerate(out):
+        if letter in at and x.group(at.index(letter)) is not None:
+            carried[(d,)] = values.solid(ties, x, at.index(letter))
+        elif letter in of:
+            carried[(d,)] = values.solid(ties, weight, of.index(letter))
+            call.writer(weight, carried[(d,)])
+    call.multiplies(prod(sizes[letter] for letter in at) // sizes[c], weight)
+    return Value(call.shape, carried, x.why)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
 
 from ellzero.graph import values
-from ellzero.graph.rules.call import SIZED, Call, axis, couples, unknown
+from ellzero.graph.rules.call import SIZED, Call, axis, couples, tensors, unknown
 from ellzero.graph.values import Value
 
 
 @couples(
     "view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as", "_reshape_alias", sized=True
 )
-def reshape(call: Call, x: Value, *_: Any) -> Value:
+def reshape(call: Call, x: Value, *_: Any) -> Value | list[Value]:
+    if prod(call.shape) != prod(x.shape):
+        return unknown(call, [x], f"{call.where} reads its bits as numbers of another size")
     return values.reshape(call.ties, x, call.shape)
 
 
@@ -163,3 +165,28 @@ def channel_shuffle(call: Call, x: Value, groups: int, *_: Any) -> Value:
         inside = atoms.reshape(groups, -1)
         call.ties.tie(np.broadcast_to(inside[:1], inside.shape), inside)
     return values.take(x, 1, order)
+
+
+@couples("index", "index_select")
+def picked(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
+    """Entries by their numbers: what lies where numbers pick is frozen, all else is carried on."""
+    index = rest[0] if call.op == "index" else [*[None] * axis(rest[0], x.ndim), rest[1]]
+    dims = [d for d, i in enumerate(index) if i is not None]
+    for numbers in tensors([index]):
+        values.freeze(call.ties, numbers, f"{call.where} uses it as an index")
+    if not dims or dims[-1] - dims[0] >= len(dims):  # torch puts what is picked in front then
+        return unknown(call, [x])
+    carried = values.without(call.ties, x, dims, f"{call.where} picks units by their number")
+    shift = len(call.shape) - x.ndim
+    carried = {tuple(d + shift * (d > dims[-1]) for d in g): a for g, a in carried.items()}
+    return Value(call.shape, carried, x.why)
+
+
+@couples("im2col", sized=True)
+def windows(call: Call, x: Value, kernel: Sequence[int], *_: Any) -> Value:
+    """The windows of an image, each channel's places in a window one after the other."""
+    space = range(x.ndim - 2, x.ndim)
+    carried = values.without(call.ties, x, space, f"{call.where} cuts windows along it")
+    flat = Value((*x.shape[:-2], 1), carried)
+    wide = values.take(flat, x.ndim - 3, np.repeat(np.arange(x.shape[-3]), prod(kernel)))
+    return Value(call.shape, wide.carried, "a dimension of space")

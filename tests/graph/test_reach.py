@@ -1,0 +1,124 @@
+"""Networks of which nothing, or less, could be gated: what they compute is unchanged, and compacts exactly.
+
+The oracle is the gated network on an input that `attach` has not seen; MACs are torch's own count.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ellzero as l0
+from support.oracles import assert_same, counted_macs, numel, set_gates, settled
+
+
+def net(forward: Callable[..., Any], **members: Any) -> nn.Module:
+    made = type("Net", (nn.Module,), {"forward": forward})()
+    for name, member in members.items():
+        setattr(made, name, member)
+    return made
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def between(act: Callable[..., Tensor], **members: Any) -> nn.Module:
+    """Something between two layers."""
+    forward = lambda m, x, *rest: m.o(act(m, m.a(x), *rest))  # noqa: E731
+    return net(forward, **({"a": nn.Linear(4, 6), "o": nn.Linear(6, 3)} | members))
+
+
+def gelu_new(_: Any, h: Tensor) -> Tensor:
+    return 0.5 * h * (1 + torch.tanh(0.8 * (h + 0.044715 * h.pow(3))))
+
+
+def quiet(_: Any, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        rate = h.sigmoid() * 2
+        with torch.enable_grad():
+            twice = rate * h
+    return twice + rate
+
+
+def cast(m: Any, h: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+        return F.relu(m.b(h))
+
+
+LAYERS = {"a": nn.Linear(4, 6), "o": nn.Linear(6, 3)}
+MATRIX = nn.Parameter(noise(5, 6, seed=4))
+IMAGES = {"a": nn.Conv2d(4, 6, 1), "o": nn.Conv2d(6, 3, 1)}
+WORDS = torch.tensor([3, 0])
+REACHED: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
+    "gelu_new": (between(gelu_new), (noise(2, 4),), {"a"}),
+    "x - sigmoid(x)": (between(lambda m, h: h - h.sigmoid()), (noise(2, 4),), {"a"}),
+    "no_grad": (between(quiet), (noise(2, 4),), {"a"}),
+    "autocast": (between(cast, b=nn.Linear(6, 5), o=nn.Linear(5, 3)), (noise(2, 4),), {"a", "b"}),
+    "einsum": (
+        between(lambda m, h: torch.einsum("bi,oi->bo", h.relu(), m.w).relu(), w=MATRIX, o=nn.Linear(5, 3)),
+        (noise(2, 4),),
+        {"a", "w"},
+    ),
+    "one word of each sentence": (
+        between(lambda m, h, k: h.relu()[torch.arange(len(h)), k]),
+        (noise(2, 5, 4), WORDS),
+        {"a"},
+    ),
+    "words picked": (between(lambda m, h, k: h.index_select(1, k)), (noise(2, 5, 4), WORDS), {"a"}),
+    "grid_sample": (
+        between(lambda m, h, g: F.grid_sample(h, g, align_corners=False), **IMAGES),
+        (noise(2, 4, 5, 5), noise(2, 3, 3, 2)),
+        {"a"},
+    ),
+    "unfold": (
+        between(lambda m, h: F.unfold(h, 2).mT, a=nn.Conv2d(4, 6, 1), o=nn.Linear(24, 3)),
+        (noise(2, 4, 5, 5),),
+        {"a"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REACHED)
+def test_what_was_left_out_is_gated_and_exact(kind: str) -> None:
+    model, example, names = REACHED[kind]
+    gated = l0.attach(settled(model), example).eval()
+    assert {name for name, _ in gated.named_gates()} == names
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        set_gates(gated, {n: random.permutation(len(g.value()))[:2].tolist() for n, g in gated.named_gates()})
+        small = l0.compact(gated)
+        others = tuple(noise(*t.shape, seed=9) if t.is_floating_point() else t.flip(0) for t in example)
+        assert_same(gated(*others), small(*others), 1e-11)
+        assert float(l0.params(gated, kept=True)) == numel(small) < numel(model)
+        assert float(l0.macs(gated, kept=True)) == pytest.approx(counted_macs(small, example) / 2, rel=1e-12)
+
+
+def test_a_stream_has_a_weight_on_the_way() -> None:
+    """What a layer computes from it is added back: a stream still, and left out; a rate of its own is no such layer."""
+    added = net(lambda m, x: (h := m.a(x)) is not None and m.o(h + m.b(h.relu())), b=nn.Linear(6, 6), **LAYERS)
+    with pytest.raises(ValueError, match="`b`: a residual stream"):
+        l0.attach(added, noise(2, 4).float())
+    snake = between(lambda m, h: h + (m.rate * h).sin().square() / m.rate, rate=nn.Parameter(noise(6, seed=2).float()))
+    assert [name for name, _ in l0.attach(snake, noise(2, 4).float()).named_gates()] == ["a"]
+
+
+@pytest.mark.slow  # importing transformers takes longer than all else here
+@pytest.mark.filterwarnings("ignore:with a batch of 1")  # it makes its mask in another way
+def test_gpt2_has_feed_forward_layers_to_gate() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    words = torch.arange(10).reshape(2, 5)
+    model = settled(transformers.GPT2LMHeadModel(config))
+    gated = l0.attach(model, {"input_ids": words, "use_cache": False}).eval()
+    names = [f"transformer.h.{k}.mlp.c_fc" for k in (0, 1)]
+    assert [name for name, _ in gated.named_gates()] == names
+    set_gates(gated, dict(zip(names, ([0, 5, 9], range(20)), strict=True)))
+    small = l0.compact(gated)
+    assert small.get_submodule(names[0]).nf == 29  # type: ignore[comparison-overlap]
+    assert_same(gated(words.flip(1), use_cache=False).logits, small(words.flip(1), use_cache=False).logits)
