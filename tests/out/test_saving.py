@@ -390,10 +390,13 @@ def not_ours(path: Path) -> list[tuple[str, Callable[[], Any]]]:
         ("Expecting property name", lambda: save_file(tensors, path, metadata | {"structure": "{"})),
         ("unexpected keyword argument 'more'", lambda: rewritten(path, more=1)),
         ("its header is damaged", lambda: rewritten(path, closed=["0"])),
+        ("its header is damaged", lambda: rewritten(path, closed={"0": "3"})),
+        ("its header is damaged", lambda: rewritten(path, tied={"2.weight": ["0.weight"]})),
+        ("recursion", lambda: save_file(tensors, path, metadata | {"structure": "[" * 100_000})),
     ]
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(13))
 def test_load_refuses_a_file_that_is_not_ours(number: int, tmp_path: Path) -> None:
     path = tmp_path / "small"
     small, fresh, _ = made("mlp")

@@ -177,8 +177,12 @@ def test_a_port_that_is_taken_and_a_run_that_is_not_there(begun: Path, capsys: p
 def test_ctrl_c_ends_it_well(begun: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process: what `--open` opens looks at the page, and presses Ctrl-C."""
     seen: list[tuple[str, int]] = []
+    made: list[int] = []
+    real = module.run_page
+    monkeypatch.setattr(module, "run_page", lambda *args, **rest: made.append(1) or real(*args, **rest))
 
     def look(address: str) -> None:
+        assert made == [1]  # it is there before anybody can ask
         connection = http.client.HTTPConnection(address.split("/")[2], timeout=60)
         connection.request("GET", "/")
         seen.append((address, connection.getresponse().status))
@@ -189,6 +193,7 @@ def test_ctrl_c_ends_it_well(begun: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["report", "--serve", str(begun), "--open"]) == 0
     ((address, status),) = seen
     assert status == 200
+    assert made == [1]
     out, err = capsys.readouterr()
     assert out.startswith(f"{address} shows {begun}")
     assert err == ""

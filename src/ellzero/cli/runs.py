@@ -277,6 +277,7 @@ def _serve(run: str, index: int | None, port: int, open: bool) -> None:
     number = opening.choose(folder, index)
     folder.history()  # a damaged one is told now, not in the browser
     with page.Server(folder, number, port) as server:
+        server.page()  # the first one takes seconds, and many may ask for it at once
         say(f"{server.address} shows {run} and follows it. Ctrl-C ends this.")
         sys.stdout.flush()
         if open:

@@ -70,6 +70,13 @@ class Structure:
     tied: dict[str, str] = field(default_factory=dict)  # further name of a tensor: the name that it is stored under
     groups: dict[str, int] = field(default_factory=dict)  # of every convolution: its shapes alone do not say them
 
+    def plausible(self) -> bool:
+        """Whether all is of the types above, as a file may not have it."""
+        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict]:
+            return False
+        words, numbers = [*self.selects, *self.tied.values()], [*self.closed.values(), *self.groups.values()]
+        return {type(word) for word in words} <= {str} and {type(number) for number in numbers} <= {int, type(None)}
+
 
 def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes a compact network to a file that `load` reads.
@@ -236,7 +243,7 @@ def _read(path: Path) -> tuple[Structure, dict[str, Tensor], fingerprint.Layers 
                     f"{metadata.get('ellzero')}, and this one reads version {FORMAT_VERSION}"
                 )
             structure = Structure(**json.loads(metadata["structure"]))
-            if [type(value) for value in vars(structure).values()] != [str, list, dict, dict, dict]:
+            if not structure.plausible():
                 raise ValueError(f"its header is damaged: {metadata['structure'][:80]}")
             # Copies: what comes out of the file is a view of it, and would change with it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
