@@ -25,8 +25,8 @@ def sentences() -> list[dict[str, Any]]:
 
 def main(epochs: int = 4, **options: Any) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    model = BertForSequenceClassification(BertConfig(vocab_size=100, num_labels=2, **sizes))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256}
+    model = BertForSequenceClassification(BertConfig(vocab_size=100, max_position_embeddings=16, num_labels=2, **sizes))
     data = sentences()
     args = TrainingArguments(
         output_dir=tempfile.mkdtemp(), num_train_epochs=epochs, learning_rate=2e-3, report_to=[], **options

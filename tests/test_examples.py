@@ -92,6 +92,8 @@ def test_the_example_of_the_trainer_ends_within_its_budget() -> None:
     transformers = pytest.importorskip("transformers")
     small = loaded(ROOT / "examples" / "with_trainer.py").main(epochs=1, use_cpu=True, save_strategy="no")
     assert isinstance(small, transformers.BertForSequenceClassification)
+    dense = transformers.BertForSequenceClassification(small.config)
+    assert sum(p.numel() for p in small.parameters()) <= 0.7 * sum(p.numel() for p in dense.parameters())
 
 
 @pytest.mark.slow

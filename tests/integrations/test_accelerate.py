@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,10 +30,16 @@ def start() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
     return gated, budget, torch.optim.SGD(gated.param_groups(lr=0.05), momentum=0.9)
 
 
-@pytest.mark.parametrize("first", ["drive", "prepare"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_it_is_the_plain_loop_in_either_order(first: str, precision: str) -> None:
+@pytest.fixture(autouse=True)
+def _no_state_of_other_tests() -> Iterator[None]:
+    """Accelerate remembers precision and device for the whole process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize(("first", "precision"), [("drive", "no"), ("prepare", "bf16")])
+def test_it_is_the_plain_loop_in_either_order(first: str, precision: str) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
     gated, budget, optimizer = start()
     if first == "drive":
