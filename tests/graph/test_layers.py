@@ -263,6 +263,8 @@ OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {
     "pixel_shuffle": (lambda p: F.pixel_shuffle(p, 2), ((2, 8, 2, 3),)),
     "pixel_unshuffle": (lambda p: F.pixel_unshuffle(p, 2), ((2, 2, 4, 6),)),
     "channel_shuffle": (lambda p: F.channel_shuffle(p, 2), ((2, 6, 2, 2),)),
+    "_weight_norm": (lambda p, q: torch._weight_norm(p, q, 0), ((3, 4), (3, 1))),
+    "_weight_norm along 1": (lambda p, q: torch._weight_norm(p, q, 1), ((3, 4), (1, 4))),
     "index between": (lambda p: p[:, torch.tensor([[2, 0]]), torch.tensor([[1], [3]])], (C,)),
     "index apart": (lambda p: p[torch.tensor([1, 0]), :, torch.tensor([1, 3])], (C,)),
     "grid_sample": (lambda p: F.grid_sample(p, torch.full((2, 3, 2, 2), 0.3).to(p), align_corners=False), (C,)),

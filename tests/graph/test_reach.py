@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 import ellzero as l0
 from support.oracles import assert_same, counted_macs, numel, set_gates, settled
@@ -59,6 +60,7 @@ REACHED: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
     "x - sigmoid(x)": (between(lambda m, h: h - h.sigmoid()), (noise(2, 4),), {"a"}),
     "no_grad": (between(quiet), (noise(2, 4),), {"a"}),
     "autocast": (between(cast, b=nn.Linear(6, 5), o=nn.Linear(5, 3)), (noise(2, 4),), {"a", "b"}),
+    "weight norm": (nn.Sequential(weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)), (noise(2, 4),), {"0"}),
     "einsum": (
         between(lambda m, h: torch.einsum("bi,oi->bo", h.relu(), m.w).relu(), w=MATRIX, o=nn.Linear(5, 3)),
         (noise(2, 4),),
@@ -96,6 +98,13 @@ def test_what_was_left_out_is_gated_and_exact(kind: str) -> None:
         assert_same(gated(*others), small(*others), 1e-11)
         assert float(l0.params(gated, kept=True)) == numel(small) < numel(model)
         assert float(l0.macs(gated, kept=True)) == pytest.approx(counted_macs(small, example) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
+def test_what_a_normed_weight_reads_is_in_its_norm(norm: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), norm(nn.Linear(6, 3))).double()
+    with pytest.raises(ValueError, match=r"`0`: [^;]* the parametrization of `2.weight`;"):
+        l0.attach(model, noise(2, 4))
 
 
 def test_a_stream_has_a_weight_on_the_way() -> None:

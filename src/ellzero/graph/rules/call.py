@@ -37,6 +37,9 @@ class Call:
 
     @property
     def where(self) -> str:
+        owner, found, rest = self.module.partition("parametrizations.")
+        if found:  # what runs there is not the user's own code, but what makes a weight of theirs
+            return f"the parametrization of `{owner}{rest.partition('.')[0]}`"
         return f"`{self.op}`" + (f" in `{self.module}`" if self.module else "")
 
     def multiplies(

@@ -35,6 +35,14 @@ def layer_norm(call: Call, x: Value, over: Sequence[int], *rest: Any) -> Value:
     return replace(out, carried=values.without(call.ties, out, dims, call.mixes()), why=f"the output of {call.where}")
 
 
+@couples("_weight_norm")
+def weight_norm(call: Call, v: Value, g: Value, dim: int = 0, *_: Any) -> Value:
+    """A norm and a direction for each unit along `dim`: what a layer writes can go, what it reads is in the norm."""
+    out = values.elementwise(call.ties, [v, g], call.shape)
+    mixed = [d for d in range(v.ndim) if d != axis(dim, v.ndim)]
+    return replace(out, carried=values.without(call.ties, out, mixed, call.mixes()), why=f"the output of {call.where}")
+
+
 @couples("group_norm", sized=True)
 def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
     values.single(call.ties, x, 1)
