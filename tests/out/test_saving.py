@@ -601,6 +601,7 @@ def test_a_file_of_before_has_no_checksum_and_loads(tmp_path: Path) -> None:
         ([nn.Identity()], [nn.ReLU()], "`1` is nothing, here a ReLU"),
         ([nn.ReLU()], [nn.ReLU(), nn.Softmax(-1)], "`2` is nothing, here a Softmax"),
         ([nn.Dropout(0.3), nn.ReLU(inplace=True)], [nn.Dropout(0.5), nn.ReLU()], None),
+        ([nn.SyncBatchNorm(7)], [nn.BatchNorm1d(7)], None),
         ([nn.LayerNorm(7, eps=1e-5)], [nn.LayerNorm(7, eps=1e-3)], "`1` has eps 1e-05, here 0.001"),
     ],
 )

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ellzero.graph.rehearsal import outputs
@@ -42,7 +43,9 @@ def layers(model: nn.Module) -> Layers:
             torchs = type(module).__module__.startswith("torch.nn.")
             settings = {key: _plain(value) for key, value in vars(module).items() if torchs and key not in _FREE}
             kept = {key: value for key, value in settings.items() if value is not NotImplemented and key[0] != "_"}
-            out[name] = {"kind": type(module).__name__, **kept}
+            # In evaluation all batch norms are one, also those that processes share.
+            kind = "BatchNorm" if torchs and isinstance(module, _BatchNorm) else type(module).__name__
+            out[name] = {"kind": kind, **kept}
     return out
 
 
@@ -86,10 +89,18 @@ def _look(leaf: Any) -> Any:
     return {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "from": int(leaf.min()), "to": int(leaf.max())}
 
 
+def copied(model: nn.Module) -> nn.Module | None:
+    """A copy to try things on, of a model that can be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception:
+        return None
+
+
 def answers(small: nn.Module) -> dict[str, Any] | None:
     """What a network gives on a fixed input, with the look of that input; None where no example is known."""
     look = _EXAMPLES.get(small)
-    values = None if look is None else _answered(copy.deepcopy(small), look)
+    values = None if look is None or (trial := copied(small)) is None else _answered(trial, look)
     return None if values is None else {"inputs": look, "values": values}
 
 

@@ -6,7 +6,6 @@ This file knows how a smaller network differs from a dense one, not why it does.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -171,8 +170,7 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
         gone = [name for name in structure.closed if _members(model.get_submodule(name))]
         if (differs := fingerprint.difference(layers, fingerprint.layers(model), gone)) is not None:
             refuse(differs)
-    if answers is not None:
-        trial = copy.deepcopy(model)
+    if answers is not None and (trial := fingerprint.copied(model)) is not None:
         _fill(trial, structure, {name: tensor.clone() for name, tensor in tensors.items()}, names)
         if (differs := fingerprint.deviation(trial, answers)) is not None:
             refuse(differs)
