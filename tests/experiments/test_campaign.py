@@ -213,12 +213,12 @@ def test_stacks_may_be_smaller_when_a_campaign_goes_on(untrained: Untrained, tmp
 
 
 def test_a_run_that_diverges_spoils_no_other(untrained: Untrained, tmp_path: Path) -> None:
-    runs = penalised(0.1, 1e300)
+    runs = penalised(0.1, 1e30)
     said = carry_out(tmp_path, runs)
     assert untrained.sizes == [2, 1, 1]
-    assert said[2] == "the loss of `p1e300`, seed 0, is nan; the 2 runs are trained one by one now"
+    assert said[2] == "the loss of `p1e30`, seed 0, is nan; the 2 runs are trained one by one now"
     notes = {folder.recipes[0].name: diverged(folder) for folder in at(tmp_path).folders()}
-    assert notes == {"p0.1": None, "p1e300": "the loss of `p1e300`, seed 0, is nan"}
+    assert notes == {"p0.1": None, "p1e30": "the loss of `p1e30`, seed 0, is nan"}
     carry_out(tmp_path, runs)
     assert untrained.sizes == [2, 1, 1]  # it is done with
 

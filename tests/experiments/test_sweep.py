@@ -261,7 +261,7 @@ def test_fields_that_cannot_share_a_stack_are_trained_one_after_the_other(untrai
 
 def test_a_run_that_diverged_has_no_place_on_the_front(untrained: Untrained, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
-    swept = Sweep(base(), {"penalty": [0.1, 1e300]})
+    swept = Sweep(base(), {"penalty": [0.1, 1e30]})
     record = run(swept, lambda _: tiny(), out)
     assert untrained.sizes == [2, 1, 1]
     good, bad = record["points"]

@@ -31,6 +31,7 @@ from ellzero.page import run as making
 from support.finished import copied
 from support.finished import finished as trained
 from support.pages import embedded, small, small_run, text_of, trace
+from support.runs import without_checksum
 
 EVIL = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)> \u2028 %{x}"
 IMAGE = torch.zeros(2, 1, 28, 28)
@@ -390,7 +391,8 @@ def test_every_layer_may_have_its_own_target(copy: Path) -> None:
     content["recipes"][0] |= {"cost": "l0_norm", "at_most": {"fc1": 0.2, "fc[23]": 0.4}}
     (copy / "run.json").write_text(json.dumps(content))
     history = [
-        json.loads(line) | {"multiplier": [1.0, 2.0]} for line in (copy / "history.jsonl").read_text().splitlines()
+        without_checksum(line) | {"multiplier": [1.0, 2.0]}
+        for line in (copy / "history.jsonl").read_text().splitlines()
     ]
     (copy / "history.jsonl").write_text("".join(json.dumps(h) + "\n" for h in history))
     page = run_page(Folder.open(copy))  # the checkpoint is of another recipe now
@@ -446,7 +448,7 @@ def test_one_epoch_is_enough(copy: Path) -> None:
 
 def test_null_and_nonsense_in_records_are_gaps(copy: Path) -> None:
     file = copy / "history.jsonl"
-    history = [json.loads(line) for line in file.read_text().splitlines()]
+    history = [without_checksum(line) for line in file.read_text().splitlines()]
     history[0] |= {"loss": None, "error": "x", "kept": 3, "multiplier": None, "prob_open": {"fc1": "?"}}
     file.write_text("".join(json.dumps(h) + "\n" for h in history))
     found = embedded(run_page(Folder.open(copy)))
@@ -475,7 +477,7 @@ def test_what_comes_from_files_is_escaped(copy: Path) -> None:
     content["about"] |= {"command": EVIL, "device": EVIL, "commit": EVIL}
     (copy / "run.json").write_text(json.dumps(content))
     file = copy / "history.jsonl"
-    history = [json.loads(line) for line in file.read_text().splitlines()]
+    history = [without_checksum(line) for line in file.read_text().splitlines()]
     for record in history:
         record["prob_open"] = {EVIL: record["prob_open"]["fc3"]}
     file.write_text("".join(json.dumps(h) + "\n" for h in history))

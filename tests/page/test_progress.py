@@ -15,6 +15,7 @@ from ellzero.experiments.store.folder import Folder, pace
 from ellzero.page import run_figures, run_page
 from support.finished import copied
 from support.pages import embedded, lines, shrunk_run, text_of
+from support.runs import without_checksum
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def rewritten(shrunk: Path, tmp_path: Path) -> Callable[[Callable[[list[Any]], A
 
     def change(how: Callable[[list[Any]], Any]) -> Folder:
         home = copied(shrunk, tmp_path / "copy")
-        records = [json.loads(line) for line in (home / "history.jsonl").read_text().splitlines()]
+        records = [without_checksum(line) for line in (home / "history.jsonl").read_text().splitlines()]
         how(records)
         (home / "history.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
         return Folder.open(home)

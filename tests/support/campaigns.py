@@ -72,7 +72,7 @@ class Untrained:
                 watcher.begin(recipes, 0, 1)
                 watcher.step(1)
             for recipe in recipes:
-                if recipe.penalty == 1e300:
+                if recipe.penalty == 1e30:
                     raise DivergedError(f"the loss of `{recipe.name}`, seed {recipe.seed}, is nan")
             history = {"epoch": 1, "loss": None, "tuning": False, "seconds": 1.0}
             folder.log([{**history, "run": r.name, "seed": r.seed, "error": error(r)} for r in recipes])

@@ -28,7 +28,7 @@ from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.out.files import FileError
 from support import processes
-from support.runs import GATED, STEPS, WIDE, assert_same_end
+from support.runs import GATED, STEPS, WIDE, assert_same_end, without_checksum
 
 STACK = [
     GATED.override(name="one", epochs=2, finetune_epochs=1),
@@ -356,8 +356,9 @@ def test_a_record_that_was_written_after_the_checkpoint_is_not_there_twice(
     folder = Folder.create(tmp_path / "run", [GATED])
     job = server.start("train", folder=str(folder.path), die=("fsync", STEPS + 1, True))
     assert job.wait() == -signal.SIGKILL
-    with (folder.path / "history.jsonl").open("a") as file:
-        file.write(json.dumps({"epoch": 2, "error": 0.0}) + "\n" + '{"epoch": 3, "err')  # and one that was cut off
+    history = folder.path / "history.jsonl"
+    records = [without_checksum(line) for line in history.read_text().splitlines()] + [{"epoch": 2, "error": 0.0}]
+    history.write_text("".join(json.dumps(r) + "\n" for r in records) + '{"epoch": 3, "err')  # and one that was cut off
     assert [record["epoch"] for record in folder.history()] == [1, 2]
     server.run("train", folder=str(folder.path))
     assert [record["epoch"] for record in folder.history()] == [1, 2, 3, 4, 5, 6, 7]
