@@ -230,6 +230,35 @@ def test_a_step_that_a_scaler_leaves_out_is_left_out() -> None:
         torch.testing.assert_close(p, q)  # unscaled before the term's gradient comes to it
 
 
+def test_a_fused_optimizer_that_skips_in_its_kernel_moves_no_gates() -> None:
+    """A scaler calls its step all the same, and tells it what it found."""
+    gated, budget, optimizer = driven(partial(torch.optim.Adam, lr=1e-2, fused=True))
+    before = copy.deepcopy(gated)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(F.cross_entropy(gated(X), Y) * torch.inf).backward()
+    scaler.step(optimizer)
+    assert same(gated, before)
+    assert budget.done == 0
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(F.cross_entropy(gated(X), Y)).backward()
+    scaler.step(optimizer)
+    assert budget.done == 1
+
+
+def test_gradients_of_gates_are_used_once() -> None:
+    """Some loops clear those of the model alone."""
+    gated, _, optimizer = driven()
+    other, _, adam = driven()
+    train(gated, optimizer, range(4))
+    for step in range(4):
+        torch.manual_seed(step)
+        other.model.zero_grad()
+        F.cross_entropy(other(X), Y).backward()
+        adam.step()
+    assert same(gated, other)
+
+
 def test_units_leave_the_live_network_and_the_result_is_the_same() -> None:
     results = []
     for shrink in (True, False):
@@ -292,11 +321,12 @@ def test_a_stopped_loop_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
     assert same(budget.finish(), resumed.finish())
 
 
-def test_statistics_are_those_of_the_network_that_is_handed_over() -> None:
+@pytest.mark.parametrize("shrink", [True, False], ids=["shrunk", "masked"])
+def test_statistics_are_those_of_the_network_that_is_handed_over(shrink: bool) -> None:
     torch.manual_seed(0)
-    gated = l0.attach(Normed().train(), (torch.randn(4, 1, 8, 8),))
-    budget = l0.Budget(gated, macs=0.5, steps=6, learning=0.5)
-    optimizer = ADAM(gated.param_groups(lr=1e-2))
+    gated = l0.attach(Normed().train(), (torch.randn(4, 1, 8, 8),), where=l0.shrinkable(streams=True))
+    budget = l0.Budget(gated, macs=0.5, steps=6, learning=0.5, shrink=shrink)
+    optimizer = SGD(gated.param_groups(lr=1e-1))  # its momentum moves what is masked, too
     budget.drive(optimizer)
     x = torch.randn(32, 1, 8, 8)
     for _ in range(6):
@@ -304,11 +334,15 @@ def test_statistics_are_those_of_the_network_that_is_handed_over() -> None:
         F.cross_entropy(gated(x), Y[:32]).backward()
         optimizer.step()
     small = budget.finish([x[:16], (x[16:], Y[16:32])])
-    norm = small.first[1]
-    seen = [small.first[0](half) for half in x.split(16)]
-    torch.testing.assert_close(norm.running_mean, sum(h.mean((0, 2, 3)) for h in seen) / 2)
-    torch.testing.assert_close(norm.running_var, sum(h.transpose(0, 1).flatten(1).var(1) for h in seen) / 2)
-    assert norm.momentum == 0.1
+    for norm, reads in ((small.first[1], small.first[0]), (small.inner[1], nn.Sequential(small.first, small.inner[0]))):
+        seen = []
+        for half in x.split(16):
+            small.eval()
+            small.first[1].train(norm is not small.first[1])  # as they were gathered: by each batch's own statistics
+            seen.append(copy.deepcopy(reads)(half))
+        torch.testing.assert_close(norm.running_mean, sum(h.mean((0, 2, 3)) for h in seen) / 2)
+        torch.testing.assert_close(norm.running_var, sum(h.transpose(0, 1).flatten(1).var(1) for h in seen) / 2)
+        assert norm.momentum == 0.1
 
 
 def test_the_average_is_handed_over() -> None:

@@ -218,7 +218,7 @@ class Budget:
         if self._average is not None:
             self.gated.model.load_state_dict(self._average.module.state_dict())
         if batches is not None:
-            recalibrate(self.gated.model, batches)
+            recalibrate(self.gated, batches)  # with its gates: they are masks where no unit has left
         small = compact(self.gated.eval())
         if self._driver is not None:
             self._driver.stop()

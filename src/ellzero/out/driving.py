@@ -54,6 +54,7 @@ class Driver:
         alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
         self.adam = torch.optim.Adam(self._phi, lr=own.get("gate_lr", gate_lr), **alike)
         self._gradients: list[Tensor | None] = []
+        self._skips = False
         before = optimizer.register_step_pre_hook(self._before)
         self._hooks = [before, optimizer.register_step_post_hook(self._after)]
 
@@ -78,10 +79,12 @@ class Driver:
     def _take_gradients(self) -> None:
         """Adds the term's gradient to that of the gates, and keeps both from the optimizer."""
         self._gradients = []
-        if (term := self._term()) is not None:
+        # A fused optimizer unscales in its own kernel, and leaves a step out there: a scaler tells it both.
+        scale, infinite = (vars(self.optimizer).get(name) for name in ("grad_scale", "found_inf"))
+        self._skips = infinite is not None and bool(infinite)
+        if not self._skips and (term := self._term()) is not None:
             if all(p.grad is None for p in self._phi):
                 raise RuntimeError("the gates have no gradient: call `gated(x)` in the loop, not the model itself")
-            scale = vars(self.optimizer).get("grad_scale")  # of a fused optimizer, which unscales in its own kernel
             found = [p.grad if scale is None or p.grad is None else p.grad / scale for p in self._phi]
             extra = torch.autograd.grad(term, self._phi, allow_unused=True)
             self._gradients = [b if a is None else a if b is None else a + b for a, b in zip(found, extra, strict=True)]
@@ -93,4 +96,6 @@ class Driver:
             for p, gradient in zip(self._phi, self._gradients, strict=True):
                 p.grad = gradient
             self.adam.step()
-        self._then()
+            self.adam.zero_grad()  # used: a loop may clear the gradients of the model alone
+        if not self._skips:
+            self._then()
