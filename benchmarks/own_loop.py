@@ -137,8 +137,12 @@ def plain(loop: Loop, network: nn.Module, epochs: int) -> nn.Module:
     return network
 
 
-def budgeted(loop: Loop, network: nn.Module, epochs: int, at_most: float, **options: Any) -> nn.Module:
-    gated = l0.attach(network, (data.scaled(loop.x[:2], MEAN, STD),))
+def budgeted(
+    loop: Loop, network: nn.Module, epochs: int, at_most: float, streams: bool, drop: float, **options: Any
+) -> nn.Module:
+    gate = partial(l0.HardConcreteGate, drop_rate=drop)
+    where = l0.shrinkable(streams=streams)
+    gated = l0.attach(network, (data.scaled(loop.x[:2], MEAN, STD),), gate=gate, where=where)
     budget = l0.Budget(gated, macs=at_most, steps=epochs * loop.steps, **options)
     optimizer = loop.optimizer(gated.param_groups(lr=LR, weight_decay=5e-4))
     budget.drive(optimizer)
@@ -208,11 +212,14 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--learning", type=float, help="share of a budget's steps in which gates learn")
     parser.add_argument("--gate-lr", type=float, help="rate of a budget's gates")
+    parser.add_argument("--drop", type=float, default=0.05, help="drop rate that gates start with")
+    parser.add_argument("--streams", action="store_true", help="gate residual streams too")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args()
     device = torch.device(options.device)
     dataset = data.load(options.data, device=device)
-    chosen = {key: getattr(options, key) for key in ("learning", "gate_lr") if getattr(options, key) is not None}
+    named = ("learning", "gate_lr", "streams", "drop")
+    chosen = {key: getattr(options, key) for key in named if getattr(options, key) is not None}
     x = data.scaled(dataset.test_x[:128], MEAN, STD)
     rows: list[dict[str, Any]] = []
 
