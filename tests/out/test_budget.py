@@ -321,6 +321,56 @@ def test_a_stopped_loop_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
     assert same(budget.finish(), resumed.finish())
 
 
+@pytest.mark.parametrize("stop", [12, 31], ids=["learning", "tuning"])
+def test_an_optimizer_that_is_driven_after_the_state_is_loaded_goes_on(stop: int) -> None:
+    gated, budget, optimizer = driven(SGD)
+    train(gated, optimizer, range(stop))
+    states = copy.deepcopy([budget.state_dict(), gated.state_dict(), optimizer.state_dict()])
+    train(gated, optimizer, range(stop, 40))
+    other = attached()
+    resumed = l0.Budget(other, macs=0.4, learning=0.5, steps=40)
+    resumed.load_state_dict(states[0])
+    sgd = SGD(other.param_groups(lr=1e-2))
+    resumed.drive(sgd)
+    other.load_state_dict(states[1])
+    sgd.load_state_dict(states[2])
+    train(other, sgd, range(stop, 40))
+    assert same(budget.finish(), resumed.finish())
+
+
+def by_term(gated: l0.Gated, budget: l0.Budget, adam: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        adam.zero_grad()
+        (F.cross_entropy(gated(X), Y) + budget.term()).backward()
+        adam.step()
+        budget.step(adam)
+
+
+def test_a_loop_with_the_term_in_sight_goes_on_or_says_that_its_optimizer_is_of_the_larger_network() -> None:
+    def begun() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
+        gated = attached()
+        budget = l0.Budget(gated, macs=0.4, learning=0.5, steps=40)
+        return gated, budget, ADAM(gated.param_groups(lr=1e-2))
+
+    gated, budget, adam = begun()
+    by_term(gated, budget, adam, range(30))
+    states = copy.deepcopy([budget.state_dict(), gated.state_dict(), adam.state_dict()])
+    by_term(gated, budget, adam, range(30, 40))
+    other, resumed, mine = begun()
+    resumed.load_state_dict(states[0], mine)
+    other.load_state_dict(states[1])
+    mine.load_state_dict(states[2])
+    by_term(other, resumed, mine, range(30, 40))
+    assert same(budget.finish(), resumed.finish())
+    other, resumed, mine = begun()
+    resumed.load_state_dict(states[0])  # and the optimizer stays that of the network as it was
+    with pytest.raises(ValueError, match="must have weights and gates"):
+        by_term(other, resumed, mine, range(30, 31))
+    with pytest.raises(RuntimeError, match=r"`step\(\)` must get the optimizer"):
+        resumed.step()
+
+
 @pytest.mark.parametrize("shrink", [True, False], ids=["shrunk", "masked"])
 def test_statistics_are_those_of_the_network_that_is_handed_over(shrink: bool) -> None:
     torch.manual_seed(0)
@@ -437,6 +487,10 @@ def test_mistakes_in_the_loop_are_told_where_they_happen() -> None:
     state = budget.state_dict()
     with pytest.raises(ValueError, match="whose `steps` is 10, not 20"):
         l0.Budget(attached(), macs=0.4, steps=20).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"whose `bounds` is \{'macs': 0.4\}, not \{'macs': 0.5\}"):
+        l0.Budget(attached(), macs=0.5, steps=10).load_state_dict(state)
+    with pytest.raises(ValueError, match="whose `settles` is 2, not 5"):
+        l0.Budget(attached(), macs=0.4, steps=10, learning=0.5).load_state_dict(state)
 
 
 def test_gates_that_are_fixed_stay_so_in_training_mode() -> None:

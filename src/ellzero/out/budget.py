@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self, final
 
 import torch
@@ -23,7 +24,7 @@ from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
 from ellzero.out import shrinking
 from ellzero.out.compaction import compact
-from ellzero.out.driving import Driver
+from ellzero.out.driving import Driver, refuse_without
 from ellzero.out.finalization import refuse_unreachable
 from ellzero.out.settling import recalibrate, settle
 
@@ -62,7 +63,6 @@ class Budget:
             `None`.
 
     Attributes:
-        gated: the network.
         done: optimizer steps so far.
         settles: the step after which gates settle.
         constraints: the Lagrangian terms, one per cost.
@@ -120,29 +120,25 @@ class Budget:
         self.settles = max(1, round(learning * steps))
         self.gate_lr = min(FASTEST, TRAVEL / self.settles) if gate_lr is None else float(gate_lr)
         self.gated, self.shrink, self.ema, self.done = gated, shrink, ema, 0
-        self.constraints = [self._constraint(cost, bound) for cost, bound in self.bounds.items()]
-        other = _DRIVEN.get(gated)
-        if other is not None and other() is not None:
-            raise ValueError("`gated` must have one budget, got a second: name all costs in one")
-        _DRIVEN[gated] = weakref.ref(self)
+        dual, fall = SelfPacedAscent(self.settles, self.gate_lr), GeometricWarmup(max(1.0, FALLING * self.settles))
+        terms = partial(Constraint, on="kept", dual=dual, warmup=fall)
+        self.constraints = [terms(cost, bound).bind(gated) for cost, bound in self.bounds.items()]
+        for cost, bound in self.bounds.items():
+            refuse_unreachable(gated, bound, cost)
+        _claim(gated, self)
         gated.gate_lr = self.gate_lr
         self.masked: str | None = None  # why closed units stay in the live network until the end
         self._driver: Driver | None = None
+        self._adam: dict[str, Any] | None = None  # of a run that is taken up, until an optimizer is driven
+        self._resumed = False  # as a smaller network, with an optimizer that nobody has looked at yet
         self._average: AveragedModel | None = None
         self._finished = False
-
-    def _constraint(self, cost: Cost, bound: float | Mapping[str, float]) -> Constraint:
-        dual = SelfPacedAscent(self.settles, self.gate_lr)
-        fall = GeometricWarmup(max(1.0, FALLING * self.settles))
-        constraint = Constraint(cost, bound, on="kept", dual=dual, warmup=fall).bind(self.gated)
-        refuse_unreachable(self.gated, bound, cost)
-        return constraint
 
     # ---- in the loop -----------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """ "learning" while gates learn, "tuning" when they have settled, "finished" after `finish`."""
+        """What it does: "learning" while gates learn, "tuning" when they have settled, "finished" after `finish`."""
         return "finished" if self._finished else "tuning" if self.gated.fixed else "learning"
 
     def drive(self, optimizer: torch.optim.Optimizer) -> Self:
@@ -162,6 +158,9 @@ class Budget:
         if self._driver is not None:
             raise ValueError("`optimizer` must be driven once, got another call of `drive`")
         self._driver = Driver(self.gated, optimizer, self._driven_term, self.step, self.gate_lr)
+        if self._adam is not None:
+            self._driver.adam.load_state_dict(self._adam)
+        self._resumed = False  # the driver has looked
         return self
 
     def _driven_term(self) -> Tensor | None:
@@ -180,6 +179,11 @@ class Budget:
         Args:
             optimizer: what is to forget the closed units when the gates settle; without one they stay as masks.
         """
+        if self._resumed:
+            if optimizer is None:
+                raise RuntimeError("`step()` must get the optimizer, as before the run was stopped: the network shrank")
+            refuse_without(self.gated, optimizer)
+            self._resumed = False
         if self.phase == "learning":
             for constraint in self.constraints:
                 constraint.ascend()
@@ -198,7 +202,7 @@ class Budget:
         settle(self.gated, self.bounds)
         _fix(self.gated)
         self.masked = _take_out(self.gated, optimizer) if self.shrink else "`shrink=False`"
-        self._begin_average()
+        self._average = _averaged(self.gated.model, self.ema)
 
     def finish(self, batches: Iterable[Any] | None = None) -> nn.Module:
         """The small network: compact, proven to compute what the gated one does.
@@ -237,19 +241,16 @@ class Budget:
         masked = f"; masks until the end: {self.masked}" if self.masked else ""
         return f"Budget({goal}: {self.phase}, step {self.done} of {self.steps}, {state}{masked})"
 
-    def _begin_average(self) -> None:
-        if self.ema is not None:
-            by = get_ema_multi_avg_fn(self.ema)
-            self._average = AveragedModel(self.gated.model, multi_avg_fn=by, use_buffers=True)
-            self._average.update_parameters(self.gated.model)
-
     # ---- state -------------------------------------------------------------------------------------------------------
+
+    def _identity(self) -> dict[str, Any]:
+        bounds = {name_of(cost): bound for cost, bound in self.bounds.items()}
+        return {"bounds": bounds} | {key: vars(self)[key] for key in ("steps", "settles", "gate_lr", "ema")}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a stopped loop needs beside the states of `gated` and the optimizer: tensors and plain data."""
         return {
-            "steps": self.steps,
-            "bounds": [name_of(cost) for cost in self.bounds],
+            **self._identity(),
             "done": self.done,
             "fixed": self.gated.fixed,
             "masked": self.masked,
@@ -259,34 +260,40 @@ class Budget:
             "average": None if self._average is None else self._average.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Takes up a stopped run. Load it first, then the states of `gated` and of the optimizer: it makes both small.
+
+        Args:
+            state: of `state_dict()`.
+            optimizer: one that is not driven and is there already; one that is made afterwards needs no mention.
 
         Raises:
             ValueError: the state is of another budget; nothing is changed.
         """
-        for key, mine in (("steps", self.steps), ("bounds", [name_of(cost) for cost in self.bounds])):
-            if state[key] != mine:
-                raise ValueError(
-                    f"`state` must be of an equal budget, got one whose `{key}` is {state[key]}, not {mine}"
-                )
+        for key, mine in self._identity().items():
+            if (other := state[key]) != mine:
+                raise ValueError(f"`state` must be of an equal budget, got one whose `{key}` is {other}, not {mine}")
         for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
             constraint.load_state_dict(saved)
-        self.done, self.masked = state["done"], state["masked"]
+        self.done, self.masked, self._adam = state["done"], state["masked"], state["adam"]
         if state["fixed"]:
             _fix(self.gated)
-        if state["units"] is not None and not _taken_out(self.gated, state["units"]):
-            plan = shrinking.planned(self.gated, state["units"].cpu().numpy())
-            if self._driver is None:
-                self.gated.shrink(plan)
-            else:
-                shrinking.carry_out(self.gated, self.gated, plan, self._driver.optimizer, {})
-        if state["average"] is not None:
-            self._begin_average()
-            assert self._average is not None
-            self._average.load_state_dict(state["average"])
-        if self._driver is not None and state["adam"] is not None:
-            self._driver.adam.load_state_dict(state["adam"])
+        optimizer = optimizer if self._driver is None else self._driver.optimizer
+        self._resumed = optimizer is None and state["units"] is not None
+        if state["units"] is not None:
+            _take_out_again(self.gated, optimizer, state["units"].cpu())
+        if state["average"] is not None and (average := _averaged(self.gated.model, self.ema)) is not None:
+            average.load_state_dict(state["average"])
+            self._average = average
+        if self._driver is not None and self._adam is not None:
+            self._driver.adam.load_state_dict(self._adam)
+
+
+def _claim(gated: Gated, budget: Budget) -> None:
+    other = _DRIVEN.get(gated)
+    if other is not None and other() is not None:
+        raise ValueError("`gated` must have one budget, got a second: name all costs in one")
+    _DRIVEN[gated] = weakref.ref(budget)
 
 
 def _fix(gated: Gated) -> None:
@@ -310,8 +317,22 @@ def _take_out(gated: Gated, optimizer: torch.optim.Optimizer | None) -> str | No
     return None
 
 
-def _taken_out(gated: Gated, units: Tensor) -> bool:
-    return gated.taken is not None and bool((torch.as_tensor(gated.taken.units) == units.cpu()).all())
+def _take_out_again(gated: Gated, optimizer: torch.optim.Optimizer | None, units: Tensor) -> None:
+    if gated.taken is not None and bool((torch.as_tensor(gated.taken.units) == units).all()):
+        return
+    plan = shrinking.planned(gated, units.numpy())
+    if optimizer is None:
+        gated.shrink(plan)
+    else:
+        shrinking.carry_out(gated, gated, plan, optimizer, {})
+
+
+def _averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
+    if decay is None:
+        return None
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    average.update_parameters(model)
+    return average
 
 
 def _several_processes() -> bool:

@@ -40,14 +40,7 @@ class Driver:
     ) -> None:
         while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
             optimizer = inner  # a wrapper, as Accelerate makes one: the step is that of what it wraps
-        inside = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        missing = [name for name, p in gated.named_parameters() if p.requires_grad and id(p) not in inside]
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ValueError(
-                "`optimizer` must have weights and gates, as in `torch.optim.AdamW(gated.param_groups(lr=1e-3))`, "
-                f"got one without {', '.join(missing[:3])}{more}"
-            )
+        inside = refuse_without(gated, optimizer)
         self.optimizer, self._term, self._then = optimizer, term, then
         self._phi: Sequence[nn.Parameter] = list(gated.gates.parameters())
         own = inside[id(self._phi[0])]
@@ -99,3 +92,20 @@ class Driver:
             self.adam.zero_grad()  # used: a loop may clear the gradients of the model alone
         if not self._skips:
             self._then()
+
+
+def refuse_without(gated: Gated, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Refuses an optimizer without all gates and weights: it would move something else. Gives the group of each.
+
+    Raises:
+        ValueError: naming what is missing.
+    """
+    inside = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    missing = [name for name, p in gated.named_parameters() if p.requires_grad and id(p) not in inside]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            "`optimizer` must have weights and gates, as in `torch.optim.AdamW(gated.param_groups(lr=1e-3))`, "
+            f"got one without {', '.join(missing[:3])}{more}"
+        )
+    return inside
