@@ -67,7 +67,7 @@ def main(epochs: int = 60) -> None:
             loss.backward()
             optimizer.step()
         if epoch % 10 == 9:
-            print(f"epoch {epoch + 1:3}: test error {error(gated, x_test, y_test):5.2f} %, {budget}")
+            print(f"epoch {epoch + 1:3}: {budget}")
 
     small = budget.finish()
     print(l0.report(gated))

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import events, saver
 from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
-from support.runs import RUNS, SETTLING, close, gated_of, images, in_float64, leaves, losses
+from support.runs import RUNS, SETTLING, close, gated_of, in_float64, leaves, losses
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -35,6 +36,10 @@ CASES: dict[str, tuple[Recipe, dict[str, list[int]]]] = {
     "settling": (SETTLING.override(batch=BATCH, channels_last=True), {}),
     "compiled": (SETTLING.override(batch=BATCH, channels_last=True, compile=True, milestones=(3,), epochs=4), {}),
 }
+
+
+def images(name: str, device: str = "cpu") -> Dataset:
+    return stand_in(name, images=BATCH * STEPS, device=device)
 
 
 def exact(r: Recipe) -> Recipe:

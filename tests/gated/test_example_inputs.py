@@ -98,6 +98,7 @@ def test_cross_attention_costs_what_torch_counts() -> None:
 def test_a_constraint_follows_its_network_to_another_precision() -> None:
     gated = l0.attach(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(2, 6)).train()
     budget = l0.Constraint(l0.macs, at_most=0.5)
+    gated(torch.randn(2, 6))
     budget(gated)
     budget.ascend()
     before = budget.multiplier.clone()

@@ -51,6 +51,8 @@ class ToyGate(nn.Module):
 class Toy(nn.Module):
     """Named vectors x; `total` is their sum, and the dense one the number of entries there were at first."""
 
+    fixed, drawn = False, True
+
     def __init__(self, least: float = 0.0, **gates: list[float]) -> None:
         super().__init__()
         self.gates = nn.ModuleDict({name: ToyGate(x) for name, x in gates.items()})
@@ -674,9 +676,11 @@ def test_a_target_below_the_floor_is_refused_with_the_floor_and_its_layers() -> 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Toy(a=[1.0, 1.0], c=[1.0]), r"it has gates \['c'\]"),
+        (Toy(a=[1.0, 1.0], c=[1.0]), r"it has gates \['a', 'c'\]"),
+        (Toy(a=[1.0, 1.0]), r"it has gates \['a'\]"),
         (Toy(a=[1.0, 1.0, 1.0], b=[1.0]), "a has 3 gates instead of 2"),
-        (Toy(), "it has no gates"),
+        (Toy(a=[1.0], b=[1.0]), "a has 1 gates instead of 2"),
+        (Toy(), r"it has gates \[\]"),
     ],
 )
 def test_a_foreign_network_is_refused(other: Toy, message: str) -> None:
@@ -690,13 +694,17 @@ def test_a_foreign_network_is_refused(other: Toy, message: str) -> None:
 
 
 def test_a_copy_is_accepted_and_a_shrunk_network_still_refers_to_the_original() -> None:
-    toy = Toy(a=[1.0, 1.0], b=[1.0, 1.0])
-    constraint = Constraint(total, 0.5)
-    constraint(toy)
-    constraint(copy.deepcopy(toy))
-    shrunk = Toy(a=[1.0])  # one unit of a is left, and b is gone altogether
-    constraint(shrunk)
-    assert constraint.violation.item() == 1 / 4 - 0.5
+    net = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    gated = attach(net, torch.zeros(1, 6))
+    gated(torch.zeros(1, 6))
+    constraint = Constraint(costs.params, 0.5, on="kept")
+    constraint(gated)
+    constraint(copy.deepcopy(gated))
+    next(iter(gated.gates.values())).close_(torch.tensor([True, True, True, False]))  # type: ignore[operator]
+    gated.shrink(gated.plan())
+    constraint(gated)
+    assert net[0].weight.shape == (1, 6)
+    assert constraint.violation.item() == pytest.approx((6 + 1 + 3 + 3) / (28 + 15) - 0.5)
 
 
 def test_a_network_is_checked_once_and_not_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -790,7 +798,7 @@ def test_state_carries_a_target_that_was_set_and_the_dense_reference() -> None:
     constraint(toy)
     constraint.set_target(0.25)
     resumed.load_state_dict(constraint.state_dict())
-    resumed(Toy(a=[1.0]))  # shrunk before the first call of the resumed run
+    resumed(Toy(a=[1.0, 0.0]))
     assert resumed.violation.item() == 1 / 2 - 0.25
     with pytest.raises(ValueError, match="it has gates"):
         resumed(Toy(b=[1.0]))
@@ -979,18 +987,23 @@ def test_training_brings_a_network_to_its_target_and_resumes(on: str) -> None:
 
 def test_a_copy_of_a_network_is_known_and_another_network_is_not() -> None:
     _, gated = mlp()
+    gated(torch.zeros(1, 6))
     constraint = Constraint(costs.params, 0.5)
     constraint(gated)
     constraint(copy.deepcopy(gated))
     wider = nn.Sequential(nn.Linear(6, 11), nn.ReLU(), nn.Linear(11, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(ValueError, match="has 11 gates instead of 10"):
         constraint(attach(wider, (torch.zeros(1, 6),)))
+    narrower = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="has 9 gates instead of 10"):
+        constraint(attach(narrower, (torch.zeros(1, 6),)))
 
 
 def test_exponentiated_ascent_follows_the_logarithm_of_the_cost_over_the_target() -> None:
     """With gates that stand still, λ after n steps is start·(cost/target)^(n·rate), and zero where it is met."""
     net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
     gated = l0.attach(net, torch.zeros(1, 6))
+    gated(torch.zeros(1, 6))
     share = l0.params(gated).item() / l0.dense(l0.params, gated)
     for at_most in (share / 1.7, (share + 1) / 2):
         constraint = l0.Constraint(

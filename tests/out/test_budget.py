@@ -479,7 +479,7 @@ def test_mistakes_in_the_loop_are_told_where_they_happen() -> None:
     budget.drive(optimizer)
     with pytest.raises(ValueError, match="must be driven once"):
         budget.drive(optimizer)
-    with pytest.raises(RuntimeError, match="in step 2, got 0 steps"):
+    with pytest.raises(RuntimeError, match="in step 4, got 0 steps"):
         budget.finish()
     F.cross_entropy(gated.model(X), Y).backward()
     with pytest.raises(RuntimeError, match=r"call `gated\(x\)` in the loop, not the model itself"):
@@ -489,7 +489,7 @@ def test_mistakes_in_the_loop_are_told_where_they_happen() -> None:
         l0.Budget(attached(), macs=0.4, steps=20).load_state_dict(state)
     with pytest.raises(ValueError, match=r"whose `bounds` is \{'macs': 0.4\}, not \{'macs': 0.5\}"):
         l0.Budget(attached(), macs=0.5, steps=10).load_state_dict(state)
-    with pytest.raises(ValueError, match="whose `settles` is 2, not 5"):
+    with pytest.raises(ValueError, match="whose `settles` is 4, not 5"):
         l0.Budget(attached(), macs=0.4, steps=10, learning=0.5).load_state_dict(state)
 
 

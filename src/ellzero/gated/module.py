@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,18 +23,18 @@ from torch.utils._pytree import tree_map
 
 from ellzero.gated.alive import liveness
 from ellzero.gated.counting import count_macs, count_params, count_units
+from ellzero.gated.fixing import Fixing
 from ellzero.gated.grouping import grouped
 from ellzero.gated.loading import key_of, own_state, refuse_other_keys, refuse_other_shapes
 from ellzero.gated.multiplying import aim, in_place, multiplied
 from ellzero.gated.placements import Placement
-from ellzero.gated.showing import Showing
 from ellzero.gated.taking import idle, refuse_taking, remaining
 from ellzero.gates.abstract import AbstractGate, draw, flat, noise, values
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.plan import Mask, Plan, make_plan
 
 
-class Gated(Showing):
+class Gated(Fixing):
     """A model and its gates. In training every forward draws them all once; in evaluation it uses test-time values.
 
     Attributes:
@@ -45,7 +45,7 @@ class Gated(Showing):
             gates, go on meaning the model as it was attached to.
         present: the placements as they lie on the tensors that the model has now.
         gates: the gate modules, by name ("." written as "/", and one behind a name that torch keeps, as "keys/").
-        fixed: whether gates have their test-time values in training too (`fix`).
+        fixed, drawn, noisy: see `Fixing`.
         gate_lr: the rate of the gates in `param_groups` where none is named; a `Budget` sets it.
         memo: what costs worked out about this network once, emptied when it moves.
     """
@@ -72,7 +72,6 @@ class Gated(Showing):
         self.taken: Plan | None = None
         counts = {"params": count_params, "macs": count_macs, "units": count_units}
         self.census = {key: count(graph, self.liveness) for key, count in counts.items()}
-        self.fixed = False
         self.gate_lr: float | None = None
         self._assumed: Tensor | None = None
         self._aim()
@@ -120,11 +119,6 @@ class Gated(Showing):
         rates |= {"gate_weight_decay": gate_weight_decay, "counted_weight_decay": counted_weight_decay}
         counted = {s.tensor for p in self.placements for s in p.counts}
         return grouped(self.model.named_parameters(), self.gates.parameters(), counted, rates)
-
-    def fix(self, fixed: bool = True) -> Self:
-        """Ends the noise: gates have their test-time values in training too, whoever calls `train()`."""
-        self.fixed = fixed
-        return self
 
     # ---- what the gates say ----------------------------------------------------------------------------------------
 
@@ -232,13 +226,17 @@ class Gated(Showing):
         gates = self._gates()
         if gate_noise is not None and gate_noise.shape != (n := self.liveness.size,):
             raise ValueError(f"`gate_noise` must have shape ({n},), one entry per gate, got {tuple(gate_noise.shape)}")
-        z = draw(gates, gate_noise) if self.training and not self.fixed else values(gates)
+        z = values(gates) if self.fixed or not self.training else self._drawn(gate_noise)
         if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
             held = {name: target.holders for name, target in self._targets.items()}
             weights = {".".join(path): w for name, w in self.gated_weights(z).items() for path in held[name]}
             return functional_call(self.model, weights, args, kwargs, tie_weights=False)
         with in_place(self.model, self._targets, z, self.tables):
             return self.model(*args, **kwargs)
+
+    def _drawn(self, gate_noise: Tensor | None) -> list[Tensor]:
+        self.drawn, self.noisy = True, self.noisy or gate_noise is None
+        return draw(self._gates(), gate_noise)
 
     def gated_weights(self, z: Sequence[Tensor], model: nn.Module | None = None) -> dict[str, Tensor]:
         """The weights that gates multiply, multiplied by `z` (one tensor per placement).

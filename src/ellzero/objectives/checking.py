@@ -33,14 +33,11 @@ class WeakMemory:
 
 
 def stranger(sizes: Mapping[str, int], original: Mapping[str, int]) -> str | None:
-    """Why gates of these sizes cannot be what is left of the original ones, or None: shrinking only removes."""
-    unknown = [name for name in sizes if name not in original]
-    if unknown:
-        return f"it has gates {unknown}, where {list(original)} are known"
-    grown = [name for name, size in sizes.items() if size > original[name]]
-    if grown:
-        return "; ".join(f"{name} has {sizes[name]} gates instead of {original[name]}" for name in grown)
-    return None if sizes else "it has no gates"
+    """Why these gates are not the original ones, or None. A network that has shrunk keeps all its gates."""
+    if sizes.keys() != original.keys():
+        return f"it has gates {list(sizes)}, where {list(original)} are known"
+    other = [name for name, size in sizes.items() if size != original[name]]
+    return "; ".join(f"{name} has {sizes[name]} gates instead of {original[name]}" for name in other) or None
 
 
 def dense_of(argument: str, cost: Cost, gated: Gated, group: str | None) -> float:

@@ -29,6 +29,7 @@ from ellzero.objectives.checking import (
 )
 from ellzero.objectives.costs import Cost, called, floor, kept, name_of, only
 from ellzero.objectives.duals import AbstractDual, AbstractWarmup, GradientAscent
+from ellzero.objectives.watching import Watch
 
 
 @final
@@ -43,8 +44,8 @@ class Constraint(nn.Module):
 
     The first call binds the constraint to its network: it computes the dense cost that fractions refer to and checks
     that the target can be reached. From then on it accepts networks with the same gates (the same object, a copy,
-    that of a resumed run) or with fewer (after shrinking: fractions go on meaning the original dense network), and
-    refuses others. `torch.compile` needs this done before: call `bind(gated)`.
+    that of a resumed run, one that has shrunk: fractions go on meaning the original dense network), and refuses others.
+    `torch.compile` needs this done before: call `bind(gated)`.
 
     The state dict is complete: loaded into a constraint built with the same arguments, the run continues bit for bit.
     The multipliers take the dtype and device of the cost at the first call, and move with `.to()` after it.
@@ -119,6 +120,7 @@ class Constraint(nn.Module):
         self._ascents = 0
         self._fresh = False
         self._checked = WeakMemory()
+        self._watch = Watch()
         self._allocate(len(goal), torch.float64, torch.device("cpu"))  # until the cost's own are known
         self._aim()
 
@@ -126,6 +128,7 @@ class Constraint(nn.Module):
         """The term to add to the loss, Σ_g λ_g·(cost_g/dense_g − ε_g): a differentiable scalar (eq. 6)."""
         if not torch.compiler.is_compiling():
             self.bind(gated)
+            self._watch.look(gated, self._ascents)
         elif self._gates is None:
             raise RuntimeError("call `bind(gated)` on the constraint once before compiling it")
         gap = self._gap(gated, self.cost)
@@ -293,6 +296,7 @@ class Constraint(nn.Module):
         self._gates, self._goal, self._floors = state["gates"], dict(state["goal"]), dict(state["floors"])
         self._ascents, self._fresh = state["ascents"], state["fresh"]
         self._checked = WeakMemory()
+        self._watch = Watch()
 
     def _load_from_state_dict(
         self,

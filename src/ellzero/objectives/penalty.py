@@ -24,6 +24,7 @@ from ellzero.objectives.checking import (
     refuse_unmoved,
 )
 from ellzero.objectives.costs import Cost, called, l0_norm, name_of, only
+from ellzero.objectives.watching import Watch
 
 
 @final
@@ -58,6 +59,7 @@ class Penalty:
         if None not in self._weights and counts_by_module(cost):
             raise ValueError(f"`weight` must be one number for {name_of(cost)}, which counts by module, got {weight!r}")
         self._checked = WeakMemory()
+        self._watch = Watch()
 
     @property
     def weight(self) -> float | dict[str, float]:
@@ -76,17 +78,22 @@ class Penalty:
 
     def __call__(self, gated: Gated) -> Tensor:
         """The term to add to the loss: a differentiable scalar."""
-        if not torch.compiler.is_compiling() and not self._checked.holds(gated):
-            if None not in self._weights:
-                self._check_patterns(gated)
-            refuse_unmoved(self.cost, gated)
-            self._checked.keep(gated)
+        if not torch.compiler.is_compiling():
+            self._bind(gated)
+            self._watch.look(gated)
         if None in self._weights:
             return self._weights[None] * called(self.cost, gated)
         return torch.stack([weight * called(only(self.cost, p), gated) for p, weight in self._weights.items()]).sum()
 
     def __repr__(self) -> str:
         return f"Penalty({name_of(self.cost)}, weight={self.weight})"
+
+    def _bind(self, gated: Gated) -> None:
+        if not self._checked.holds(gated):
+            if None not in self._weights:
+                self._check_patterns(gated)
+            refuse_unmoved(self.cost, gated)
+            self._checked.keep(gated)
 
     def _check_patterns(self, gated: Gated) -> None:
         patterns = [p for p in self._weights if p is not None]

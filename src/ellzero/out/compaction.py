@@ -8,6 +8,7 @@ in `graph.plan`; which are closed is the gates' business.
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,12 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
         )
     """
     refuse_unfit(gated)
+    gated.warn_of_noise()
+    if gated.drawn and bool(gated.opens().all()):
+        warnings.warn(
+            "every gate is open, so that nothing gets smaller: train longer, with a larger penalty, or under a budget",
+            stacklevel=2,
+        )
     plan = gated.plan().beyond(gated.taken)
     with torch.no_grad():
         small = fold(gated)

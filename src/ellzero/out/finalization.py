@@ -6,6 +6,7 @@ training ends.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ellzero.gated.module import Gated
-from ellzero.objectives.costs import Cost, dense, floor, kept, only, params
+from ellzero.objectives.costs import Cost, dense, floor, kept, name_of, only, params
 from ellzero.out.compaction import refuse_unfit
+
+MUCH = 0.2  # of the dense cost: what `finalize` may close without a word
 
 
 def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, fill: bool = False) -> None:
@@ -38,7 +41,16 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
     """
     if not callable(cost):
         raise TypeError(f"`cost` must be a cost such as `l0.macs`, got {cost!r}")
+    refuse_unfit(gated)
+    before = float(kept(cost)(gated))
     bring_within(gated, {cost: at_most}, fill=fill)
+    closed = (before - float(kept(cost)(gated))) / dense(cost, gated)
+    if closed > MUCH and gated.drawn and not gated.fixed:  # in a loop, and not by hand
+        warnings.warn(
+            f"`finalize` closed {100 * closed:.0f} % of the dense `{name_of(cost)}` at once, which training had kept: "
+            "train longer or under a `Budget`, or tune the network from here on",
+            stacklevel=2,
+        )
 
 
 def bring_within(gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]], *, fill: bool) -> None:

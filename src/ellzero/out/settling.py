@@ -69,7 +69,8 @@ def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
         raise ValueError("`batches` must have a batch at least, got none")
     modes = [(module, module.training) for module in network.modules()]
     momenta = [norm.momentum for norm in norms]
-    network.eval()
+    for module in network.modules():
+        module.training = False
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean over all batches
@@ -82,6 +83,8 @@ def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
             norm.momentum = momentum
         for module, mode in modes:
             module.training = mode
+            if isinstance(module, Gated):
+                module.noisy = False
 
 
 def _call(network: nn.Module, batch: Any) -> None:

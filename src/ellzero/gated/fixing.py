@@ -1,0 +1,72 @@
+"""Whether gates are noisy in training, and whether batch norm still remembers their noise.
+
+Running statistics that were gathered under noise belong to another network than the one in evaluation, which has none.
+This file does not know how gates are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Self
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ellzero.gated.showing import Showing
+
+FORGOTTEN = 0.05  # the share of noisy batches in running statistics at which they count as those of the fixed network
+
+
+class Fixing(Showing):
+    """Around a `model` whose gates can be fixed.
+
+    Attributes:
+        fixed: whether gates have their test-time values in training too.
+        drawn: whether they were ever drawn in a forward.
+        noisy: whether they were, since batch-norm statistics were last gathered without noise. Who hands in
+            `gate_noise` looks after the statistics too.
+    """
+
+    fixed = False
+    drawn = False
+    noisy = False
+    _batches: tuple[int, ...] = ()
+
+    def fix(self, fixed: bool = True) -> Self:
+        """Ends the noise: gates have their test-time values in training too, whoever calls `train()`."""
+        self.fixed = fixed
+        self._batches = tuple(_seen(norm) for norm in self._norms())
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """As of any module; warns where evaluation would use statistics that were gathered under noise."""
+        if self.training and not mode:
+            self.warn_of_noise(stacklevel=4)
+        return super().train(mode)
+
+    def warn_of_noise(self, stacklevel: int = 3) -> None:
+        """Warns if batch-norm statistics are those of the noisy network."""
+        if not self.noisy or not (norms := self._norms()):
+            return
+        before = self._batches if len(self._batches) == len(norms) else (0,) * len(norms)
+        if self.fixed and all(_share(n, _seen(n) - b) <= FORGOTTEN for n, b in zip(norms, before, strict=True)):
+            return
+        warnings.warn(
+            "batch-norm statistics were gathered while gates were noisy, so that the error in evaluation is too high: "
+            "call `l0.recalibrate(gated, batches)` first, or train on with fixed gates, as a `Budget` does",
+            stacklevel=stacklevel,
+        )
+
+    def _norms(self) -> list[_BatchNorm]:
+        return [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+def _seen(norm: _BatchNorm) -> int:
+    return 0 if norm.num_batches_tracked is None else int(norm.num_batches_tracked)
+
+
+def _share(norm: _BatchNorm, batches: int) -> float:
+    """Of what was there before these batches, the share that is left in the running statistics."""
+    if norm.momentum is None:  # a plain mean
+        return 1 - batches / max(1, _seen(norm))
+    return float(math.pow(1 - norm.momentum, batches))

@@ -1,0 +1,101 @@
+"""A loop that forgets something hears of it: loops that make one mistake each, and the right one, which hears none."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ellzero as l0
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+
+
+def attached(*, norm: bool = False) -> l0.Gated:
+    torch.manual_seed(0)
+    between: list[nn.Module] = [nn.BatchNorm1d(5)] if norm else []
+    return l0.attach(nn.Sequential(nn.Linear(6, 5), *between, nn.ReLU(), nn.Linear(5, 2)), (X,))
+
+
+def loop(gated: l0.Gated, term: Callable[[l0.Gated], torch.Tensor], steps: int, *, forget: str = "") -> list[str]:
+    """What a plain loop says, which forgets one thing."""
+    moved = gated.model.parameters() if forget == "gates" else gated.parameters()
+    optimizer = torch.optim.SGD(moved, lr=1e-3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            out = gated.model(X) if forget == "call" else gated(X)
+            (out.square().mean() + term(gated)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(term, l0.Constraint) and forget != "ascend":
+                term.ascend()
+    return [str(warning.message) for warning in said]
+
+
+TERMS: dict[str, Any] = {
+    "penalty": lambda: l0.Penalty(l0.l0_norm, 1e-3),
+    "constraint": lambda: l0.Constraint(l0.params, 0.6),
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_loop_that_forgets_nothing_hears_nothing(term: str) -> None:
+    assert loop(attached(), TERMS[term](), 120) == []
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(
+    ("forget", "said"), [("call", "call `gated(x)` in the loop, not the model"), ("gates", "`gated.param_groups(…)`")]
+)
+def test_a_loop_that_forgets_its_gates_hears_of_it_once(term: str, forget: str, said: str) -> None:
+    messages = loop(attached(), TERMS[term](), 300, forget=forget)
+    assert len(messages) == 1
+    assert said in messages[0]
+
+
+def test_multipliers_that_nobody_moves_are_noticed() -> None:
+    messages = loop(attached(), l0.Constraint(l0.params, 0.6), 300, forget="ascend")
+    assert len(messages) == 1
+    assert "call `ascend()`" in messages[0]
+
+
+def test_a_network_that_finalize_cuts_down_at_once_is_noticed() -> None:
+    gated = attached()
+    loop(gated, l0.Penalty(l0.l0_norm, 0.0), 2)
+    with pytest.warns(UserWarning, match=r"`finalize` closed \d\d % of the dense `params` at once"):
+        l0.finalize(gated, 0.5)
+    l0.finalize(gated, 0.5)  # nothing is left to close
+
+
+def test_a_run_in_which_nothing_closed_is_noticed() -> None:
+    gated = attached()
+    loop(gated, l0.Penalty(l0.l0_norm, 0.0), 2)
+    with pytest.warns(UserWarning, match="every gate is open"):
+        l0.compact(gated.eval())
+
+
+def test_statistics_that_were_gathered_under_noise_are_noticed_until_they_are_gone() -> None:
+    gated = attached(norm=True)
+    gated.eval().train()  # nothing has run yet
+    assert loop(gated, l0.Penalty(l0.l0_norm, 0.0), 3) == []
+    with pytest.warns(UserWarning, match="gathered while gates were noisy"):
+        gated.eval()
+    l0.recalibrate(gated, [X])
+    gated.train().eval()
+    gated.train()(X)
+    gated.fix()
+    for _ in range(28):  # 0.9²⁸ = 0.052 of the noisy statistics are left
+        gated(X)
+    with pytest.warns(UserWarning, match="gathered while gates were noisy"):
+        gated.eval()
+    gated.train()(X)
+    gated.eval()
+
+
+def test_a_network_without_batch_norm_has_no_statistics_to_speak_of() -> None:
+    gated = attached()
+    assert loop(gated, l0.Penalty(l0.l0_norm, 0.0), 3) == []
+    gated.eval()
