@@ -1,6 +1,7 @@
 """Is a budget any good in a loop of one's own? A ResNet with batch norm, one plain loop, equal epochs for everybody.
 
-    python benchmarks/own_loop.py [--device cuda] [--epochs 8] [--seeds 3] [--at-most 0.5 0.3 0.15] [--json FILE]
+    python benchmarks/own_loop.py [--device cuda] [--epochs 8] [--seeds 0 1 2] [--at-most 0.5 0.3 0.15] [--json FILE]
+    python benchmarks/own_loop.py --show FILES... [--json FILE]    # the table of stored runs; kept together in one file
 
 At each share of the MACs, all in the same number of epochs:
   budget      `l0.Budget` from the first step on
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import json
 import math
 import statistics
 import time
@@ -35,7 +37,7 @@ import ellzero as l0
 from ellzero.experiments import data
 from ellzero.objectives.latency import interleaved
 
-BATCH, LR = 128, 0.1
+BATCH, LR, DROP = 128, 0.1, 0.05
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)  # of CIFAR-10, and near enough for CIFAR-100
 METHODS = ("dense", "budget", "continued", "magnitude", "narrow")
 
@@ -199,6 +201,39 @@ def latency(networks: dict[str, nn.Module], x: Tensor, device: torch.device) -> 
     }
 
 
+def stored(files: list[Path]) -> list[dict[str, Any]]:
+    """Runs as they were written, one by one or together."""
+    read = [json.loads(path.read_text()) for path in files]
+    return [run for one in read for run in one.get("runs", [one])]
+
+
+def show(runs: list[dict[str, Any]]) -> str:
+    """Mean errors over seeds, in markdown: a row per method, settings and share of the MACs."""
+    cells: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for run in runs:
+        o = run["options"]
+        settings = [f"{key} {o[key]}" for key in ("learning", "gate_lr") if o[key] is not None]
+        settings += [f"drop {o['drop']}"] * (o["drop"] != DROP) + ["streams"] * o["streams"]
+        for row in run["rows"]:
+            key = (o["data"], f"{o['epochs']:>2}", str(o["width"]), f"{row['at_most']:.2f}", row["method"])
+            cells.setdefault((*key, ", ".join(settings)), []).append(row)
+    lines = ["| data | epochs | width | MACs at most | method | settings | error % | of each seed | MACs kept % |"]
+    lines.append("|---|---:|---:|---:|---|---|---:|---|---:|")
+    for key, rows in sorted(cells.items()):
+        rows = sorted(rows, key=lambda row: row["seed"])
+        kept = 100 * max(row["macs"] for row in rows)
+        each = " / ".join(f"{row['error']:.2f}" for row in rows)
+        lines.append(
+            f"| {' | '.join(key)} | {statistics.mean(row['error'] for row in rows):.2f} | {each} | {kept:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def together(runs: list[dict[str, Any]]) -> str:
+    """All runs in one text, a line each."""
+    return '{"benchmark": "own_loop", "runs": [\n' + ",\n".join(json.dumps(run) for run in runs) + "\n]}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
@@ -212,10 +247,17 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--learning", type=float, help="share of a budget's steps in which gates learn")
     parser.add_argument("--gate-lr", type=float, help="rate of a budget's gates")
-    parser.add_argument("--drop", type=float, default=0.05, help="drop rate that gates start with")
+    parser.add_argument("--drop", type=float, default=DROP, help="drop rate that gates start with")
     parser.add_argument("--streams", action="store_true", help="gate residual streams too")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
+    parser.add_argument("--show", type=Path, nargs="+", help="print stored runs instead")
     options = parser.parse_args()
+    if options.show:
+        runs = stored(options.show)
+        print(show(runs))
+        if options.json:
+            options.json.write_text(together(runs))
+        return
     device = torch.device(options.device)
     dataset = data.load(options.data, device=device)
     named = ("learning", "gate_lr", "streams", "drop")
@@ -248,7 +290,7 @@ def main() -> None:
             print(f"{row['method']:<10} {row['at_most']:>8} {seed:>4} {numbers}", flush=True)
         rows += made
         if options.json:
-            settings = {**vars(options), "seeds": list(options.seeds)}
+            settings = {key: value for key, value in vars(options).items() if key != "show"}
             write(options.json, "own_loop", {"rows": rows}, settings, options.device)
 
 

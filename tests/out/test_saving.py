@@ -366,6 +366,9 @@ def test_save_refuses(tmp_path: Path) -> None:
         l0.save({}, tmp_path / "x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`path` must be a str or a path, got int"):
         l0.save(mlp(), 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`path` must not end in .pt, which says another format"):
+        l0.save(mlp(), tmp_path / "x.pt")
+    assert not list(tmp_path.iterdir())
     with pytest.raises(FileNotFoundError, match="`path` must lie in a folder that exists"):
         l0.save(mlp(), tmp_path / "no" / "x")
     with pytest.raises(IsADirectoryError, match="`path` must be a file, got the folder"):

@@ -90,7 +90,8 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         TypeError: `small` is gated still, or `path` is not a path.
-        ValueError: a module of `small` keeps state that is not a tensor (`get_extra_state`).
+        ValueError: a module of `small` keeps state that is not a tensor (`get_extra_state`), or `path` ends as files of
+            another format do.
 
     Example:
         >>> import tempfile
@@ -108,6 +109,8 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
         raise FileNotFoundError(f"`path` must lie in a folder that exists, got {str(target)!r}")
     if target.is_dir():
         raise IsADirectoryError(f"`path` must be a file, got the folder {str(target)!r}")
+    if target.suffix in _OTHERS:
+        raise ValueError(f"`path` must not end in {target.suffix}, which says another format; try `.safetensors`")
     if stateful := [key for key, value in small.state_dict().items() if not isinstance(value, Tensor)]:
         raise ValueError(f"`small` keeps state that is not a tensor, which the file cannot hold: {', '.join(stateful)}")
 
@@ -206,6 +209,7 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
 
 
 _CONTRACTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_OTHERS = {".pt", ".pth", ".pt2", ".ckpt", ".pkl", ".bin", ".onnx", ".npz"}  # who opens one expects what it says
 _GROUPED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
