@@ -47,6 +47,8 @@ def main(epochs: int = 4) -> nn.Module:
     if dist.get_rank() == 0:
         print(budget)
     small = budget.finish()
+    if dist.get_rank() == 0:
+        print(small)
     for p in small.parameters():  # the same network in each process, to the bit
         copies = [torch.empty_like(p) for _ in range(dist.get_world_size())]
         dist.all_gather(copies, p.detach())

@@ -1,17 +1,22 @@
-"""What all tests share: a fixed seed, torch's global state left as it was, and no verdict that depends on the clock."""
+"""What all tests share: a fixed seed, torch's global state left as it was, and no verdict that depends on the clock.
+
+Torch is imported where it is used: the process that only hands out tests to others has no need of it.
+"""
 
 import gc
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
-from support import finished, processes
+from support import CACHE, processes
 
 # The parent is hypothesis' own choice: random examples at home; the same ones every time where CI is set.
 settings.register_profile("ellzero", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
@@ -24,6 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _same_torch_every_time() -> Iterator[None]:
+    import torch
+
     torch.manual_seed(0)
     yield
     assert torch.get_default_dtype() is torch.float32, "the test left another default dtype behind"
@@ -37,15 +44,37 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Serve
         yield running
 
 
+@pytest.fixture
+def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are laid out and drawn once, into nothing, and their files hold a word: PNG and SVG draw twice each.
+
+    What is in such files is the business of `test_figures.py` and `test_reproduce.py`.
+    """
+    from matplotlib.figure import Figure
+
+    def savefig(figure: Figure, file: Path, **_: Any) -> None:
+        if file.suffix == ".png":
+            figure.draw_without_rendering()
+        file.write_text("drawn", encoding="utf-8")
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Opens the cache of finished runs, once for all processes of a test session: they inherit the environment."""
     if not hasattr(config, "workerinput"):
-        os.environ[finished.CACHE] = tempfile.mkdtemp(prefix="ellzero-finished-")
+        os.environ[CACHE] = tempfile.mkdtemp(prefix="ellzero-finished-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ.pop(finished.CACHE), ignore_errors=True)
+        shutil.rmtree(os.environ.pop(CACHE), ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Tests are no documentation: nobody looks for examples in them, object by object."""
+    return [found for found in (yield) if not isinstance(found, DoctestModule)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

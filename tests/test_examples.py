@@ -1,8 +1,6 @@
 """What a reader copies runs: the loop at the top of the README, and the scripts in `examples/`."""
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support import ROOT
+from support import ROOT, processes
 from support.scripts import loaded
 
 
@@ -97,13 +95,13 @@ def test_the_example_of_the_trainer_ends_within_its_budget() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_several_processes_runs() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, str(ROOT / "examples" / "with_ddp.py")], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    assert "masks until the end: several processes hold on to the parameters" in done.stdout
+def test_the_example_of_several_processes_ends_within_its_budget(server: processes.Server, tmp_path: Path) -> None:
+    """It checks by itself that all processes end with the same network."""
+    job = server.run("launched", program=str(ROOT / "examples" / "with_ddp.py"), arguments=[], where=str(tmp_path))
+    assert "masks until the end: several processes hold on to the parameters" in job.said
+    layers = re.findall(r"Linear\(in_features=(\d+), out_features=(\d+)", job.said)  # of the network that one prints
+    assert len(layers) == 3
+    assert sum(int(n) * int(m) for n, m in layers) <= 0.3 * (20 * 64 + 64 * 32 + 32 * 2)
 
 
 def test_every_block_of_the_page_about_loops_is_in_an_example() -> None:

@@ -1,11 +1,8 @@
 """The command line: what it prints about networks whose axes are known, and one line for everything that goes wrong."""
 
 import json
-import os
 import re
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from ellzero.cli.console import CommandError
 from ellzero.cli.inspecting import DTYPES, example, load_model
 from ellzero.experiments.train.loop import Stopped
 from ellzero.experiments.train.trainer import DivergedError
-from support import ROOT
+from support import processes
 
 NETS = '''
 """Networks whose axes can be told by looking at them."""
@@ -307,27 +304,19 @@ def test_help_and_version(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_as_a_program(tmp_path: Path) -> None:
+def test_as_a_program(server: processes.Server, tmp_path: Path) -> None:
     """`python -m ellzero` finds modules of the working directory, and prints nothing but the answer.
 
-    One process runs it three times: importing torch takes seconds.
+    A fork of a process that has imported torch runs it three times; `torchrun` and `recipes | head` start it anew.
     """
-    script = """
-        import runpy, sys
-        for target in ("nets:make", "nets:Forks", "nets:number"):
-            sys.argv = ["ellzero", "inspect", target, "--input", "1,4"]
-            try:
-                runpy.run_module("ellzero", run_name="__main__")
-            except SystemExit as left:
-                print("code", left.code, flush=True)
-    """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUTF8": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    *answer, first, second, third = done.stdout.splitlines()
+    calls = [["inspect", target, "--input", "1,4"] for target in ("nets:make", "nets:Forks", "nets:number")]
+    *answer, first, untraceable, second, wrong, third = server.run(
+        "program", calls=calls, where=str(tmp_path)
+    ).said.splitlines()
     assert (first, second, third) == ("code 0", "code 1", "code 2")
+    assert answer[0] == "nets:make: Sequential, 23 parameters"
     assert answer[-1] == "1 of 3 axes can shrink, 3 units in all."
-    untraceable, wrong = done.stderr.splitlines()  # torch says much more of the first, on its own
+    # Torch says much more of it, on its own.
     assert untraceable.startswith("ellzero: error: `torch.export` cannot trace the model with `--input` ")
     assert wrong == "ellzero: error: `nets:number` must give an nn.Module, got int"
 

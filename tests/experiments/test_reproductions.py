@@ -46,6 +46,7 @@ def test_each_file_that_defines_a_study_is_found_under_its_own_name() -> None:
         assert find(name.replace("-", "_"), known()) is study
 
 
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_study_makes_its_table_and_figures_from_records_alone(name: str, tmp_path: Path) -> None:
@@ -402,6 +403,7 @@ def store(root: Path, folder: str, study: Study, figures: bool) -> None:
         study.draw(records, home / FIGURES)
 
 
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.slow
 def test_the_page_gets_tables_and_figures_of_what_is_stored(tmp_path: Path) -> None:
     render = module("render")

@@ -205,6 +205,7 @@ def test_the_page_of_the_run_shows_the_events(chain: Chain) -> None:
     assert f"→ {100 * second['macs']['after']:.1f} %" in text_of(page)
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_every_row_of_the_study_trains_in_small(tmp_path: Path) -> None:
     """With its own objective, schedule and average: two epochs, those that settle do so after the first."""
     whole: Study = known()["wrn-cifar10"]
@@ -240,6 +241,7 @@ def test_every_row_of_the_study_trains_in_small(tmp_path: Path) -> None:
     assert all(file.stat().st_size for file in study.draw(records, tmp_path))
 
 
+@pytest.mark.usefixtures("drawn_once")
 def test_rows_of_different_folders_make_one_table_and_one_figure(
     chain: Chain, patched: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

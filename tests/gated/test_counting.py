@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.gated.counting import count_params
+from support import traced
 from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
 
 
@@ -89,7 +90,7 @@ def test_expectation_at_certain_gates_is_the_count(
 
 def test_units_that_count_alike_are_summed_once() -> None:
     """Sums run over the population once, however many weights there are: a segment per sort of unit."""
-    gated = l0.attach(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer)
+    gated = traced.attached(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer)
     census = gated.census["params"]
     assert census is not None
     assert sorted(np.bincount(census.segment)) == [20, 50, 500, 800]
@@ -106,7 +107,7 @@ def test_pairs_are_kept_only_where_they_meet() -> None:
 
 
 def test_terms_carry_the_names_of_layers() -> None:
-    gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
+    gated = traced.attached(mlp(2, 3, 2), torch.zeros(1, 2))
     census = count_params(gated.graph, gated.liveness)
     assert census.names == ("0", "0", "2", "2")
     macs = gated.census["macs"]
@@ -131,7 +132,7 @@ def test_parameters_of_the_model_itself_carry_their_own_name() -> None:
 
 def test_macs_are_per_example_whatever_the_batch() -> None:
     for batch in (1, 5):
-        gated = l0.attach(lenet(), torch.zeros(batch, 1, 28, 28))
+        gated = traced.attached(lenet(), torch.zeros(batch, 1, 28, 28))
         # by hand: 24² · 20 · 25, 8² · 50 · 20 · 25, 800 · 500, 500 · 10
         assert l0.dense(l0.macs, gated) == 288_000 + 1_600_000 + 400_000 + 5_000
 

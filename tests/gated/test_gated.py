@@ -28,7 +28,7 @@ import ellzero as l0
 from ellzero import gates as gt
 from ellzero.gated import attaching
 from ellzero.graph.axes import Site
-from support import processes, replicated
+from support import processes, replicated, traced
 from support.oracles import open_exactly, scattered
 from support.zoo import ConvNet, Flattened, Residual, Shared, Tied, mlp
 
@@ -95,7 +95,7 @@ def test_forward_is_the_model_with_its_readers_multiplied(training: bool) -> Non
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_flattened_map_is_gated_as_a_block_and_by_single_inputs(training: bool) -> None:
-    gated = scattered(l0.attach(Flattened(), torch.zeros(2, 1, 4), where=l0.per_layer)).train(training)
+    gated = scattered(traced.attached(Flattened(), torch.zeros(2, 1, 4), where=l0.per_layer)).train(training)
     x, noise = torch.randn(6, 1, 4), gated.gate_noise()
     z = drawn(gated, noise) if training else at_test_time(gated)
     by_hand = masked(
@@ -369,7 +369,7 @@ def test_train_and_eval_reach_the_model() -> None:
     gated = l0.attach(Everything(), torch.zeros(6, 3))
     assert not gated.eval().model.dropout.training
     assert gated.train().model.dropout.training
-    assert not l0.attach(mlp(3, 4, 2).eval(), torch.zeros(2, 3)).training
+    assert not traced.attached(mlp(3, 4, 2).eval(), torch.zeros(2, 3)).training
 
 
 def test_an_exception_in_the_model_gives_the_weights_back() -> None:
@@ -430,8 +430,8 @@ def test_the_state_of_another_network_is_refused_and_nothing_loaded() -> None:
     gated = attached()
     before = {name: t.clone() for name, t in gated.state_dict().items()}
     with torch.no_grad():
-        wider = scattered(l0.attach(mlp(3, 4, 6, 2), torch.zeros(2, 3))).state_dict()
-        deeper = scattered(l0.attach(mlp(3, 4, 5, 5, 2), torch.zeros(2, 3))).state_dict()
+        wider = scattered(traced.attached(mlp(3, 4, 6, 2), torch.zeros(2, 3))).state_dict()
+        deeper = scattered(traced.attached(mlp(3, 4, 5, 5, 2), torch.zeros(2, 3))).state_dict()
         plain = gated.model.state_dict()
     for state, message in (
         (wider, r"`model\.2\.weight` has shape \(6, 4\), here it is \(5, 4\)"),
@@ -505,7 +505,7 @@ def test_pickling_goes_around() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_moving_to_another_precision(dtype: torch.dtype) -> None:
-    gated, x = scattered(l0.attach(Flattened(), torch.zeros(2, 1, 4), where=l0.per_layer)), torch.randn(6, 1, 4)
+    gated, x = scattered(traced.attached(Flattened(), torch.zeros(2, 1, 4), where=l0.per_layer)), torch.randn(6, 1, 4)
     noise = gated.gate_noise()
     before, costs = gated(x, gate_noise=noise), [l0.params(gated), l0.l0_norm(gated)]
     z = drawn(gated, noise)
@@ -558,15 +558,15 @@ def test_compiled_in_one_graph_is_the_eager_function() -> None:
 
 
 def residual() -> l0.Gated:
-    return l0.attach(Residual(), torch.zeros(2, 2), where=l0.shrinkable(streams=True))
+    return traced.attached(Residual(), torch.zeros(2, 2), where=l0.shrinkable(streams=True))
 
 
 def flattened() -> l0.Gated:
-    return l0.attach(Flattened(), torch.zeros(2, 1, 4), where=l0.per_layer)
+    return traced.attached(Flattened(), torch.zeros(2, 1, 4), where=l0.per_layer)
 
 
 def unstructured() -> l0.Gated:
-    return l0.attach(mlp(3, 4, 2), torch.zeros(2, 3), where=l0.weights("*weight"))
+    return traced.attached(mlp(3, 4, 2), torch.zeros(2, 3), where=l0.weights("*weight"))
 
 
 @pytest.mark.slow
@@ -628,7 +628,7 @@ def test_inductor_gives_the_eager_loss() -> None:
 
 
 def test_export_gives_the_evaluation_network() -> None:
-    gated = scattered(l0.attach(ConvNet(), torch.zeros(2, 1, 4, 4))).eval()
+    gated = scattered(traced.attached(ConvNet(), torch.zeros(2, 1, 4, 4))).eval()
     x = torch.randn(2, 1, 4, 4)
     program = torch.export.export(gated, (x,))
     torch.testing.assert_close(program.module()(x), gated(x))
@@ -843,7 +843,7 @@ def test_a_parameter_replaced_by_one_like_it_is_gated() -> None:
 
 def test_gates_by_pattern_the_first_that_matches_counting() -> None:
     gate = {"2*": partial(l0.HardConcreteGate, drop_rate=0.2), "*": l0.gates.RectifiedGate}
-    gated = l0.attach(mlp(3, 4, 5, 2), torch.zeros(2, 3), gate=gate)
+    gated = traced.attached(mlp(3, 4, 5, 2), torch.zeros(2, 3), gate=gate)
     kinds = {name: type(g) for name, g in gated.named_gates()}
     assert kinds == {"0": l0.gates.RectifiedGate, "2": l0.HardConcreteGate}
     assert gated.gates["2"].log_alpha.mean().item() == pytest.approx(np.log(0.8 / 0.2), abs=0.03)
@@ -852,7 +852,7 @@ def test_gates_by_pattern_the_first_that_matches_counting() -> None:
     by_hand = masked(gated.model, {"2.weight": z["0"], "4.weight": z["2"]})
     torch.testing.assert_close(gated(x, gate_noise=noise), by_hand(x))
     with pytest.raises(ValueError, match=r"`gate` has no pattern for `0`, got '2\*'"):
-        l0.attach(mlp(3, 4, 5, 2), torch.zeros(2, 3), gate={"2*": l0.HardConcreteGate})
+        traced.attached(mlp(3, 4, 5, 2), torch.zeros(2, 3), gate={"2*": l0.HardConcreteGate})
 
 
 @pytest.mark.parametrize(
@@ -860,14 +860,14 @@ def test_gates_by_pattern_the_first_that_matches_counting() -> None:
 )
 def test_gates_of_another_shape_or_kind_are_refused(gate: Any) -> None:
     with pytest.raises(TypeError, match=r"`gate` must make a gate of shape \(4,\) for `0`, got"):
-        l0.attach(mlp(3, 4, 2), torch.zeros(2, 3), gate=gate)
+        traced.attached(mlp(3, 4, 2), torch.zeros(2, 3), gate=gate)
 
 
 def test_a_string_is_no_gate_and_no_placement() -> None:
     with pytest.raises(TypeError, match=r"`gate` must make a gate from its shape, .* got 'hard'"):
-        l0.attach(mlp(3, 4, 2), torch.zeros(2, 3), gate="hard")  # type: ignore[arg-type]
+        traced.attached(mlp(3, 4, 2), torch.zeros(2, 3), gate="hard")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`where` must be a function from a graph to placements, .* got 'per_layer'"):
-        l0.attach(mlp(3, 4, 2), torch.zeros(2, 3), where="per_layer")  # type: ignore[arg-type]
+        traced.attached(mlp(3, 4, 2), torch.zeros(2, 3), where="per_layer")  # type: ignore[arg-type]
 
 
 class Softmaxed(nn.Module):
@@ -1027,7 +1027,7 @@ def test_all_gates_are_drawn_together() -> None:
     """However many layers there are: the kernels of a draw do not grow with them."""
 
     def kernels(depth: int) -> int:
-        gated = l0.attach(mlp(3, *[4] * depth, 2), torch.zeros(2, 3))
+        gated = traced.attached(mlp(3, *[4] * depth, 2), torch.zeros(2, 3))
         with Seen() as seen:
             gt.draw([gate for _, gate in gated.named_gates()])
         return len(seen.ops)
@@ -1036,7 +1036,7 @@ def test_all_gates_are_drawn_together() -> None:
 
 
 def test_what_is_flat_is_split_by_placement() -> None:
-    gated = scattered(l0.attach(mlp(4, 3, 2), torch.zeros(1, 4), where=l0.weights("*.weight")))
+    gated = scattered(traced.attached(mlp(4, 3, 2), torch.zeros(1, 4), where=l0.weights("*.weight")))
     parts = gated.by_placement(gated.prob_open())
     assert list(parts) == [name for name, _ in gated.named_gates()]
     for name, gate in gated.named_gates():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph, Site
+from support import traced
 from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
 
 
@@ -22,7 +23,7 @@ def sizes(gated: l0.Gated) -> list[int]:
 
 
 def test_per_layer_on_the_papers_mlp() -> None:
-    gated = l0.attach(mlp(784, 300, 100, 10), torch.zeros(1, 784), where=l0.per_layer)
+    gated = traced.attached(mlp(784, 300, 100, 10), torch.zeros(1, 784), where=l0.per_layer)
     assert sizes(gated) == [784, 300, 100]
     assert l0.dense(l0.l0_norm, gated) == 266_200  # Louizos et al., table 1: 784-300-100, biases not counted
     # |g| of an input is the number of outputs: one gate less, that many weights less
@@ -34,7 +35,7 @@ def test_per_layer_on_the_papers_mlp() -> None:
 
 
 def test_per_layer_on_the_papers_lenet() -> None:
-    gated = l0.attach(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer)
+    gated = traced.attached(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer)
     assert sizes(gated) == [20, 50, 800, 500]
     assert l0.dense(l0.l0_norm, gated) == 430_570
     # |g| of a map is C_in · k · k + 1: its own incoming weights and its bias
@@ -46,7 +47,7 @@ def test_per_layer_on_the_papers_lenet() -> None:
 
 
 def test_per_layer_multiplies_the_readers_of_a_map_and_counts_its_own_weights() -> None:
-    gated = l0.attach(Flattened(), torch.zeros(1, 1, 4), where=l0.per_layer)
+    gated = traced.attached(Flattened(), torch.zeros(1, 1, 4), where=l0.per_layer)
     placements = {p.name: p for p in gated.placements}
     assert [s.tensor for s in placements["conv1"].multiplies] == ["conv2.weight"]
     assert [s.tensor for s in placements["conv2"].multiplies] == ["fc.weight"]
@@ -61,7 +62,7 @@ def test_per_layer_multiplies_the_readers_of_a_map_and_counts_its_own_weights() 
 
 
 def test_per_layer_counts_a_convolution_without_bias() -> None:
-    gated = l0.attach(ConvNet(), torch.zeros(2, 1, 4, 4), where=l0.per_layer)
+    gated = traced.attached(ConvNet(), torch.zeros(2, 1, 4, 4), where=l0.per_layer)
     assert sizes(gated) == [3, 2, 2]
     assert l0.dense(l0.l0_norm, gated) == 3 * 9 + 2 * (27 + 1) + 2 * 2
 
@@ -93,7 +94,7 @@ def test_per_layer_of_fully_connected_layers_may_share_a_stream() -> None:
 
 
 def test_shrinkable_leaves_input_and_output_alone() -> None:
-    gated = l0.attach(mlp(4, 3, 5, 2), torch.zeros(1, 4))
+    gated = traced.attached(mlp(4, 3, 5, 2), torch.zeros(1, 4))
     assert [(name, gate.shape.numel()) for name, gate in gated.named_gates()] == [("0", 3), ("2", 5)]
     frozen = {a.name: a.frozen for a in gated.axes if a.frozen}
     assert "input" in frozen["0.input"]
@@ -101,17 +102,17 @@ def test_shrinkable_leaves_input_and_output_alone() -> None:
 
 
 def test_shrinkable_counts_the_weights_that_read() -> None:
-    gated = l0.attach(lenet(), torch.zeros(1, 1, 28, 28))
+    gated = traced.attached(lenet(), torch.zeros(1, 1, 28, 28))
     assert sizes(gated) == [20, 50, 500]
     assert l0.dense(l0.l0_norm, gated) == 20 * 50 * 25 + 50 * 16 * 500 + 500 * 10
 
 
 def test_streams_are_gated_only_when_asked_for() -> None:
-    without = l0.attach(Residual(), torch.zeros(2, 2))
+    without = traced.attached(Residual(), torch.zeros(2, 2))
     assert {name: gate.shape.numel() for name, gate in without.named_gates()} == {"up": 2}
     (stream,) = (a for a in without.axes if a.stream)
     assert (stream.name, stream.frozen) == ("stem", None)
-    gated = l0.attach(Residual(), torch.zeros(2, 2), where=l0.shrinkable(streams=True))
+    gated = traced.attached(Residual(), torch.zeros(2, 2), where=l0.shrinkable(streams=True))
     assert {name: gate.shape.numel() for name, gate in gated.named_gates()} == {"stem": 3, "up": 2}
     (stem,) = (p for p in gated.placements if p.name == "stem")
     assert {s.tensor for s in stem.multiplies} == {"square.weight", "up.weight", "head.weight"}
@@ -127,7 +128,7 @@ def test_streams_are_gated_only_when_asked_for() -> None:
     ],
 )
 def test_a_placement_without_its_call_counts_as_called(short: Any, called: Any) -> None:
-    short, called = (l0.attach(mlp(5, 4, 3, 2), torch.zeros(1, 5), where=w).placements for w in (short, called))
+    short, called = (traced.attached(mlp(5, 4, 3, 2), torch.zeros(1, 5), where=w).placements for w in (short, called))
     assert [p.name for p in short] == [p.name for p in called]
 
 
@@ -169,12 +170,12 @@ def test_weights_that_match_nothing_are_refused_and_the_names_listed(pattern: st
     with pytest.raises(
         ValueError, match=r"`pattern` must match the name of a parameter \(0\.weight, 0\.bias, .*\), got"
     ):
-        l0.attach(mlp(4, 3, 2), torch.zeros(1, 4), where=l0.weights(pattern))
+        traced.attached(mlp(4, 3, 2), torch.zeros(1, 4), where=l0.weights(pattern))
 
 
 def test_weights_never_match_a_buffer() -> None:
     with pytest.raises(ValueError, match="`pattern`"):
-        l0.attach(ConvNet(), torch.zeros(2, 1, 4, 4), where=l0.weights("*running_mean"))
+        traced.attached(ConvNet(), torch.zeros(2, 1, 4, 4), where=l0.weights("*running_mean"))
 
 
 # ---- of one's own ----------------------------------------------------------------------------------------------------
@@ -188,7 +189,7 @@ def test_a_placement_of_ones_own_must_multiply_contracting_dimensions() -> None:
     with pytest.raises(
         ValueError, match=r"`where`.*`mine` multiply dimensions \(0,\) of `0.weight`, which do not contract"
     ):
-        l0.attach(mlp(4, 3, 2), torch.zeros(1, 4), where=writers)
+        traced.attached(mlp(4, 3, 2), torch.zeros(1, 4), where=writers)
 
 
 def test_a_placement_must_name_its_gates_apart() -> None:
@@ -196,4 +197,4 @@ def test_a_placement_must_name_its_gates_apart() -> None:
         return [*l0.shrinkable()(graph), *l0.shrinkable()(graph)]
 
     with pytest.raises(ValueError, match="`where` must name each placement once, got 0, 0"):
-        l0.attach(mlp(4, 3, 2), torch.zeros(1, 4), where=twice)
+        traced.attached(mlp(4, 3, 2), torch.zeros(1, 4), where=twice)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.objectives.costs import kept
+from support import traced
 from support.oracles import assert_same, set_gates, settled
 
 
@@ -151,7 +152,7 @@ def test_what_failed_obscurely_works_or_is_frozen(kind: str) -> None:
 
 
 def _nan() -> l0.Gated:
-    gated = l0.attach(mlp(), X)
+    gated = traced.attached(mlp(), X)
     with torch.no_grad():
         next(gated.gates.parameters())[0] = math.nan
     return gated
@@ -170,34 +171,37 @@ def _column() -> l0.Gated:
 
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
-    "gate_lr": (lambda: l0.attach(mlp(), X).param_groups(gate_lr="x"), "`gate_lr` must be a number >= 0, got 'x'"),  # type: ignore[arg-type]
+    "gate_lr": (
+        lambda: traced.attached(mlp(), X).param_groups(gate_lr="x"),
+        "`gate_lr` must be a number >= 0, got 'x'",
+    ),  # type: ignore[arg-type]
     "vector in a penalty": (
-        lambda: l0.Penalty(_vector, weight=1.0)(l0.attach(mlp(), X)),
+        lambda: l0.Penalty(_vector, weight=1.0)(traced.attached(mlp(), X)),
         "`cost` must return a scalar tensor, got a tensor of shape (6,) from `_vector`",
     ),
     "vector in a constraint": (
-        lambda: l0.Constraint(_vector, at_most=0.5)(l0.attach(mlp(), X)),
+        lambda: l0.Constraint(_vector, at_most=0.5)(traced.attached(mlp(), X)),
         "`cost` must return a scalar tensor, got a tensor of shape (6,) from `_vector`",
     ),
     "no number": (
-        lambda: l0.Penalty(lambda gated: None, weight=1.0)(l0.attach(mlp(), X)),  # type: ignore[arg-type]
+        lambda: l0.Penalty(lambda gated: None, weight=1.0)(traced.attached(mlp(), X)),  # type: ignore[arg-type]
         "`cost` must return a scalar tensor, got None",
     ),
     "no kept": (lambda: kept(_plain), "`cost` must take `kept=True`, for what is kept now, got `_plain(gated"),  # type: ignore[arg-type]
     "no kept in finalize": (
-        lambda: l0.finalize(l0.attach(mlp(), X), 0.5, _plain),  # type: ignore[arg-type]
+        lambda: l0.finalize(traced.attached(mlp(), X), 0.5, _plain),  # type: ignore[arg-type]
         "`cost` must take `kept=True`, for what is kept now, got `_plain(gated",
     ),
     "no only": (
-        lambda: l0.Constraint(_plain, at_most={"0": 0.5})(l0.attach(mlp(), X)),  # type: ignore[arg-type]
+        lambda: l0.Constraint(_plain, at_most={"0": 0.5})(traced.attached(mlp(), X)),  # type: ignore[arg-type]
         "`cost` must take `only='0'`, for a part, got `_plain(gated",
     ),
     "pattern for nothing": (
-        lambda: l0.attach(mlp(), X, gate={"fc*": l0.HardConcreteGate, "*": l0.HardConcreteGate}),
+        lambda: traced.attached(mlp(), X, gate={"fc*": l0.HardConcreteGate, "*": l0.HardConcreteGate}),
         "`gate` must use each of its patterns, and 'fc*' is the first that matches for none of 0",
     ),
     "pattern behind another": (
-        lambda: l0.attach(mlp(), X, gate={"*": l0.HardConcreteGate, "0": l0.HardConcreteGate}),
+        lambda: traced.attached(mlp(), X, gate={"*": l0.HardConcreteGate, "0": l0.HardConcreteGate}),
         "`gate` must use each of its patterns, and '0' is the first that matches for none of 0",
     ),
     "MACs of single weights": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 
 import ellzero as l0
 
-accelerate = pytest.importorskip("accelerate")
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
 Y = (X[:, 0] * X[:, 1] > 0).long()
 
@@ -30,16 +30,17 @@ def start() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
     return gated, budget, torch.optim.SGD(gated.param_groups(lr=0.05), momentum=0.9)
 
 
-@pytest.fixture(autouse=True)
-def _no_state_of_other_tests() -> Iterator[None]:
-    """Accelerate remembers precision and device for the whole process."""
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """Imported when it is used; it remembers precision and device for the whole process."""
+    accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    yield
+    yield accelerate
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(("first", "precision"), [("drive", "no"), ("prepare", "bf16")])
-def test_it_is_the_plain_loop_in_either_order(first: str, precision: str) -> None:
+def test_it_is_the_plain_loop_in_either_order(first: str, precision: str, accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)
     gated, budget, optimizer = start()
     if first == "drive":

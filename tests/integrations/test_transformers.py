@@ -16,16 +16,21 @@ from torch import Tensor, nn
 
 import ellzero as l0
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-from ellzero.integrations.transformers import BudgetCallback  # noqa: E402
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator is found")
 WORDS = torch.randint(0, 30, (32, 8), generator=torch.Generator().manual_seed(1))
 STEPS = 24
 
 
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    """Here and in functions: who only collects tests need not import it, which takes seconds."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+
 def bert() -> nn.Module:
+    import transformers
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.BertConfig(vocab_size=30, max_position_embeddings=8, num_labels=2, **sizes)
@@ -35,6 +40,8 @@ def bert() -> nn.Module:
 
 def llama() -> nn.Module:
     """A language model with its head tied to its embedding."""
+    import transformers
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.LlamaConfig(vocab_size=30, tie_word_embeddings=True, use_cache=False, **sizes)
@@ -68,6 +75,10 @@ def attached(make: Callable[[], nn.Module]) -> l0.Gated:
 
 
 def trainer(gated: l0.Gated, home: Path, data: Sentences, budget: dict[str, Any] | None = None, **options: Any) -> Any:
+    import transformers
+
+    from ellzero.integrations.transformers import BudgetCallback
+
     here = {"output_dir": str(home), "use_cpu": True, "report_to": [], "disable_tqdm": True}
     loop = {"max_steps": STEPS, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "save_strategy": "no"}
     loop["optim"] = "adamw_torch"

@@ -18,6 +18,7 @@ import ellzero as l0
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph, Site
 from ellzero.objectives import costs
+from support import traced
 from support.oracles import COSTS, by_name, every_state, measured, open_exactly, scattered
 from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, Tied, TwoReaders, lenet, mlp
 
@@ -240,7 +241,7 @@ def test_a_vanished_branch_costs_the_bias_that_it_leaves() -> None:
 
 def test_kept_cost_of_what_cannot_be_closed_counts_the_unit_that_stays() -> None:
     """`compact` refuses an axis that is closed as a whole; a kept cost must not, since training may pass there."""
-    gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
+    gated = traced.attached(mlp(2, 3, 2), torch.zeros(1, 2))
     open_exactly(gated, [False] * 3)
     with pytest.raises(l0.graph.ClosedAxisError, match="`0`"):
         l0.compact(gated)
@@ -276,7 +277,7 @@ def test_l2_norm_is_equation_17() -> None:
 
 
 def test_l2_norm_can_leave_the_gates_alone() -> None:
-    gated = scattered(l0.attach(mlp(2, 3, 2), torch.zeros(1, 2)))
+    gated = scattered(traced.attached(mlp(2, 3, 2), torch.zeros(1, 2)))
     gate, weight = gated.gates["0"].log_alpha, gated.model[2].weight
     value = l0.l2_norm(gated, detach_gates=True)
     torch.testing.assert_close(value, l0.l2_norm(gated))
@@ -344,7 +345,7 @@ def test_a_tied_weight_counts_once() -> None:
 
 
 def test_parts_add_up() -> None:
-    gated = scattered(l0.attach(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer))
+    gated = scattered(traced.attached(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer))
     for kept in (False, True):
         for cost in COSTS:
             parts = costs.breakdown(costs.kept(cost) if kept else cost, gated)
@@ -362,27 +363,27 @@ def test_parts_add_up() -> None:
 
 @pytest.mark.parametrize("cost", [*COSTS, l0.l0_norm, l0.l2_norm])
 def test_a_pattern_that_matches_nothing_is_refused(cost: Any) -> None:
-    gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
+    gated = traced.attached(mlp(2, 3, 2), torch.zeros(1, 2))
     with pytest.raises(ValueError, match=r"`only` must match .* got 'fc\*', and there are 0"):
         cost(gated, only="fc*")
 
 
 def test_breakdown_of_a_cost_without_parts_is_empty() -> None:
-    gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
+    gated = traced.attached(mlp(2, 3, 2), torch.zeros(1, 2))
     assert costs.breakdown(l0.l0_norm, gated) == {}
 
 
 def test_floor_is_what_frozen_layers_cost() -> None:
-    gated = l0.attach(mlp(4, 3, 2), torch.zeros(1, 4))
+    gated = traced.attached(mlp(4, 3, 2), torch.zeros(1, 4))
     assert costs.floor(l0.params, gated) == (2.0, ["2"])  # the output's bias
     assert costs.floor(l0.macs, gated) == (0.0, [])
     assert costs.floor(costs.kept(l0.params), gated) == (4 + 1 + 2 + 2, ["0", "2"])  # one hidden unit stays
-    least, layers = costs.floor(l0.params, l0.attach(Residual(), torch.zeros(2, 2)))
+    least, layers = costs.floor(l0.params, traced.attached(Residual(), torch.zeros(2, 2)))
     assert (least, layers) == (6 + 3 + 12 + 3 + 8, ["square", "stem", "head", "down"])
 
 
 def test_assuming_answers_for_other_gates_and_is_undone() -> None:
-    gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
+    gated = traced.attached(mlp(2, 3, 2), torch.zeros(1, 2))
     before = number(l0.units(gated))
     with gated.assuming(torch.tensor([0.5, 0.25, 0.0])):
         assert number(l0.units(gated)) == 0.75
@@ -398,7 +399,7 @@ def test_assuming_answers_for_other_gates_and_is_undone() -> None:
 
 @pytest.mark.parametrize("opens", [torch.ones(2), torch.ones(3, 1), torch.ones(())])
 def test_assuming_refuses_other_shapes(opens: Tensor) -> None:
-    gated = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
+    gated = traced.attached(mlp(2, 3, 2), torch.zeros(1, 2))
     with pytest.raises(ValueError, match="`opens` must have one entry per gate, 3"), gated.assuming(opens):
         pass
 
@@ -408,7 +409,7 @@ def test_assuming_refuses_other_shapes(opens: Tensor) -> None:
 
 def test_an_expected_density_of_a_thousandth_is_within_reach() -> None:
     """No clamp on log α stands in the way: ±log 100 would stop at 4.7 %."""
-    gated = l0.attach(mlp(784, 300, 100, 10), torch.zeros(1, 784), where=l0.per_layer)
+    gated = traced.attached(mlp(784, 300, 100, 10), torch.zeros(1, 784), where=l0.per_layer)
     optimizer = torch.optim.Adam(gated.gates.parameters(), lr=1.0)
     whole = l0.dense(l0.l0_norm, gated)
     for _ in range(15):  # Adam moves log α by about its learning rate
@@ -448,7 +449,7 @@ def test_macs_of_axes_by_hand_are_refused() -> None:
 
 
 def test_costs_are_scalars_in_the_gates_precision_and_device() -> None:
-    single = l0.attach(mlp(2, 3, 2), torch.zeros(1, 2))
+    single = traced.attached(mlp(2, 3, 2), torch.zeros(1, 2))
     double = l0.attach(mlp(2, 3, 2).double(), torch.zeros(1, 2, dtype=torch.float64))
     for cost in (*COSTS, l0.l0_norm, l0.l2_norm):
         for gated, dtype in ((single, torch.float32), (double, torch.float64)):

@@ -33,6 +33,7 @@ from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.duals import AbstractDual, ExtrapolationFromPast, GradientAscent, LinearWarmup, NuPI
 from ellzero.objectives.extragradient import extra_gradient_step
 from ellzero.objectives.penalty import Penalty
+from support import traced
 
 DUALS = [GradientAscent(0.5, restarts=False), GradientAscent(0.5), NuPI(kp=0.3, ki=0.5), ExtrapolationFromPast(0.5)]
 
@@ -915,7 +916,7 @@ def test_representation_says_what_it_is() -> None:
 def mlp() -> tuple[nn.Module, Gated]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 3))
-    return model, attach(model, (torch.zeros(1, 6),))
+    return model, traced.attached(model, torch.zeros(1, 6))
 
 
 def test_violation_of_a_network_is_the_fraction_of_its_weights_above_the_target() -> None:

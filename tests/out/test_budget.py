@@ -18,6 +18,7 @@ import ellzero as l0
 from ellzero.objectives import costs
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
+from support import processes, traced
 
 Maker = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 ADAM: Maker = partial(torch.optim.Adam, lr=1e-2)
@@ -50,7 +51,7 @@ def gates_of(gated: l0.Gated) -> list[nn.Parameter]:
 
 
 def attached(**rates: Any) -> l0.Gated:
-    gated = l0.attach(mlp(), (X[:2],), gate=partial(l0.HardConcreteGate, drop_rate=0.1))
+    gated = traced.attached(mlp(), X[:2], gate=partial(l0.HardConcreteGate, drop_rate=0.1))
     gated.train()
     return gated
 
@@ -287,18 +288,10 @@ def test_a_compiled_network_shrinks_too() -> None:
         torch.testing.assert_close(p, q)
 
 
-def ddp_worker(rank: int, home: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{home}/meeting", rank=rank, world_size=2)
-    gated, budget, optimizer = driven(SGD)
-    wrapped = nn.parallel.DistributedDataParallel(gated)
-    train(gated, optimizer, range(24), wrapped, slice(32 * rank, 32 * rank + 32))
-    torch.save((str(budget), budget.finish().state_dict()), f"{home}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.slow
-def test_two_processes_keep_masks_and_stay_together(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(ddp_worker, (str(tmp_path),), nprocs=2)
+def test_two_processes_keep_masks_and_stay_together(server: processes.Server, tmp_path: Path) -> None:
+    for job in [server.start("budgeted", rank=rank, folder=str(tmp_path)) for rank in range(2)]:
+        assert job.wait() == 0, job.said
     (told, one), (_, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert "masks until the end: several processes hold on to the parameters" in told
     assert one.keys() == other.keys()

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ellzero as l0
 from ellzero.gates.abstract import AbstractGate, Phi
+from support import traced
 
 
 class LeNet5(nn.Module):
@@ -64,7 +65,7 @@ def close(gated: l0.Gated, name: str, kept: int) -> None:
 def lenet() -> tuple[l0.Gated, Tensor]:
     """The papers' 9-18-65-25: every one of the 65 inputs lies in one of the 18 maps, and each map has one."""
     x = torch.randn(2, 1, 28, 28)
-    gated = l0.attach(LeNet5(), x, where=l0.per_layer)
+    gated = traced.attached(LeNet5(), x, where=l0.per_layer)
     for name, kept in (("conv1", 9), ("conv2", 18), ("fc2", 25)):
         close(gated, name, kept)
     maps = dict(gated.named_gates())["conv2"].open().nonzero().flatten()
@@ -134,7 +135,7 @@ def test_expected_counts_are_sums_over_the_gates(
 
 
 def test_inputs_that_are_all_open_are_all_kept() -> None:
-    gated = l0.attach(LeNet5(), torch.randn(2, 1, 28, 28), where=l0.per_layer)
+    gated = traced.attached(LeNet5(), torch.randn(2, 1, 28, 28), where=l0.per_layer)
     assert [(i.name, i.dense, i.kept) for i in l0.report(gated).inputs] == [("fc1", 800, 800)]
 
 
@@ -175,7 +176,7 @@ def test_streams_unreached_and_closed_branches_are_said() -> None:
 
 
 def test_an_axis_that_nothing_carries_on_without_is_reported_with_the_refusal() -> None:
-    gated = l0.attach(mlp(), torch.zeros(2, 6))
+    gated = traced.attached(mlp(), torch.zeros(2, 6))
     close(gated, "0", 0)
     report = l0.report(gated, speed=True)
     assert report.axes[0].state == "closed"
@@ -188,7 +189,7 @@ def test_an_axis_that_nothing_carries_on_without_is_reported_with_the_refusal() 
 
 
 def test_unstructured_gates() -> None:
-    gated = l0.attach(mlp(), torch.zeros(2, 6), where=l0.weights("2.weight"))
+    gated = traced.attached(mlp(), torch.zeros(2, 6), where=l0.weights("2.weight"))
     dict(gated.named_gates())["2.weight"].close_(torch.arange(35).reshape(5, 7) % 7 < 3)  # three whole columns
     report = l0.report(gated)
     assert [(g.name, g.dense, g.kept) for g in report.gates] == [("2.weight", 35, 20)]
@@ -237,7 +238,7 @@ class Switch(AbstractGate):
 
 
 def test_gates_without_an_expectation_show_a_dash() -> None:
-    gated = l0.attach(mlp(), torch.zeros(2, 6), gate=Switch)
+    gated = traced.attached(mlp(), torch.zeros(2, 6), gate=Switch)
     close(gated, "0", 4)
     report = l0.report(gated)
     assert [(a.name, a.expected, a.kept) for a in report.axes if a.state == "gated"] == [("0", None, 4), ("2", None, 5)]
@@ -281,7 +282,7 @@ def test_text_fits_and_says_what_is_what(lenet_report: tuple[l0.Gated, l0.out.re
 
 
 def test_gates_are_shown_apart_only_where_they_differ_from_units() -> None:
-    gated = l0.attach(mlp(), torch.zeros(2, 6))
+    gated = traced.attached(mlp(), torch.zeros(2, 6))
     assert "Gates by placement" not in str(l0.report(gated))
     assert "Inputs picked" not in str(l0.report(gated))
 
@@ -306,7 +307,7 @@ def test_markdown_is_a_table_with_its_pipes_escaped() -> None:
 
 def test_each_family_is_named_with_its_rule() -> None:
     makers = {"0": partial(l0.HardConcreteGate, rule=l0.gates.Median()), "*": l0.gates.RectifiedGate}
-    report = l0.report(l0.attach(mlp(), torch.zeros(2, 6), gate=makers))
+    report = l0.report(traced.attached(mlp(), torch.zeros(2, 6), gate=makers))
     assert [g.family for g in report.gates] == [
         "HardConcreteGate(beta=0.6667, gamma=-0.1, zeta=1.1, rule=Median())",
         "RectifiedGate(base=Normal, learn_scale=True)",
@@ -315,7 +316,7 @@ def test_each_family_is_named_with_its_rule() -> None:
 
 
 def test_a_report_is_a_value() -> None:
-    gated = l0.attach(mlp(), torch.zeros(2, 6))
+    gated = traced.attached(mlp(), torch.zeros(2, 6))
     first = l0.report(gated)
     assert first == l0.report(gated)
     assert hash(first) == hash(l0.report(gated))
@@ -331,7 +332,7 @@ def test_a_report_is_a_value() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_speed_is_measured_on_both_networks(dtype: torch.dtype) -> None:
-    gated = l0.attach(mlp().train(), torch.zeros(3, 6)).to(dtype)
+    gated = traced.attached(mlp().train(), torch.zeros(3, 6)).to(dtype)
     close(gated, "0", 2)
     seen: list[tuple[bool, torch.dtype]] = []
     handle = gated.model.register_forward_pre_hook(lambda m, args: seen.append((m.training, args[0].dtype)))
@@ -354,7 +355,7 @@ def test_speed_is_measured_on_both_networks(dtype: torch.dtype) -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(TypeError, match=r"`gated` must be what `attach` returned, got Sequential"):
         l0.report(mlp())  # type: ignore[arg-type]
-    gated = l0.attach(mlp(), torch.zeros(2, 6))
+    gated = traced.attached(mlp(), torch.zeros(2, 6))
     with torch.no_grad():
         dict(gated.named_gates())["2"].log_alpha[3] = torch.nan  # type: ignore[index]
     with pytest.raises(ValueError, match=r"`2.log_alpha` must be finite, got 1 of 5 .* the first nan at index \(3,\)"):

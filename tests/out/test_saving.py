@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph.standins import Closed, Select, put_select
+from support.traced import attached
 
 
 class LeNet(nn.Module):
@@ -146,7 +147,7 @@ def disturbed(model: nn.Module) -> nn.Module:
 def made(case: str) -> tuple[nn.Module, nn.Module, Tensor]:
     """A compact network, a fresh dense one, and an input."""
     build, x, where = CASES[case]
-    gated = l0.attach(disturbed(build()), x, where=where)
+    gated = attached(disturbed(build()), x, where=where)
     close_some(gated, 0.9 if case == "unstructured" else 0.5)
     small = l0.compact(gated)
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in build().parameters())
@@ -154,7 +155,7 @@ def made(case: str) -> tuple[nn.Module, nn.Module, Tensor]:
 
 
 def closed_branches() -> tuple[nn.Module, nn.Module, Tensor]:
-    gated = l0.attach(disturbed(Residual()), IMAGE)
+    gated = attached(disturbed(Residual()), IMAGE)
     close_all(gated, "a", "c")
     small = l0.compact(gated)
     assert [type(m) for m in (small.a, small.norm, small.b, small.c, small.d)] == [Closed, nn.Identity, *[Closed] * 3]
@@ -203,7 +204,7 @@ def test_closed_layers_come_back(tmp_path: Path) -> None:
 
 
 def test_a_closed_layer_with_fewer_outputs_keeps_their_biases(tmp_path: Path) -> None:
-    gated = l0.attach(disturbed(Residual()), IMAGE, where=l0.shrinkable(streams=True))
+    gated = attached(disturbed(Residual()), IMAGE, where=l0.shrinkable(streams=True))
     close_all(gated, "a", "c")
     dict(gated.named_gates())["down"].close_(torch.tensor([True, False, True, False, False, False]))
     small = l0.compact(gated)
@@ -357,7 +358,7 @@ def test_save_refuses(tmp_path: Path) -> None:
 
         def set_extra_state(self, state: Any) -> None: ...
 
-    gated = l0.attach(mlp(), torch.zeros(1, 6))
+    gated = attached(mlp(), torch.zeros(1, 6))
     with pytest.raises(TypeError, match=r"`small` has gates still; compact it first"):
         l0.save(gated, tmp_path / "x")
     with pytest.raises(TypeError, match=r"`small` has gates still"):
@@ -439,7 +440,7 @@ def test_load_refuses_another_network(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`model` must be a fresh dense network, got one that was made smaller"):
         l0.load(copy.deepcopy(small), path)
     with pytest.raises(TypeError, match=r"`model` must be a fresh dense network .* got one with gates"):
-        l0.load(l0.attach(fresh, DIGIT), path)
+        l0.load(attached(fresh, DIGIT), path)
     with pytest.raises(TypeError, match=r"`model` must be an nn.Module, got type"):
         l0.load(LeNet, path)  # type: ignore[type-var]
     with pytest.raises(TypeError, match="`path` must be a str or a path, got list"):

@@ -669,6 +669,7 @@ def test_mistakes_are_one_line(finished: Path, words: tuple[str, ...], message: 
     assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.slow
 def test_figures_are_drawn_with_their_captions(copy: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(copy), "--figures", str(tmp_path / "figures")]) == 0

@@ -122,6 +122,7 @@ def test_names_of_placements_are_escaped(rewritten: Any) -> None:
     assert "&lt;img src=x&gt; <b>6 → 3</b>" in page
 
 
+@pytest.mark.usefixtures("drawn_once")
 @pytest.mark.slow
 def test_figures_for_papers_have_the_lines_too(rewritten: Any, tmp_path: Path) -> None:
     folder = rewritten(lambda records: None)

@@ -26,8 +26,7 @@ from ellzero.experiments.train import saver
 from ellzero.experiments.train.loop import train
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
-
-CACHE = "ELLZERO_TESTS_FINISHED"  # the environment variable with the folder of the cache; processes inherit it
+from support import CACHE
 
 
 def once(key: str, make: Callable[[Path], object]) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -129,8 +130,7 @@ def serve() -> None:
                 answer = _status(request["wait"])
                 children.discard(request["wait"])
             else:
-                if request["job"] == "train":
-                    _trace()
+                _prepare(request["job"], request["arguments"])
                 answer = os.fork()
                 if answer == 0:
                     _child(JOBS[request["job"]], request["log"], request["arguments"])
@@ -275,7 +275,7 @@ def _die_in_a_save(checkpoint: Any, call: str, count: int, after: bool) -> None:
     """SIGKILL in the `count`-th save, at its first call of this kind but for "write", at the second."""
     from ellzero.out import files
 
-    files._CHUNK = 1 << 20  # a few writes for each save
+    files._CHUNK = 1 << 16  # a few writes for each save
     saves, save = [0], checkpoint.save
     calls = [0]
 
@@ -305,25 +305,86 @@ def replicated(rank: int, folder: str) -> None:
     job.train(rank, folder)
 
 
+def budgeted(rank: int, folder: str) -> None:
+    from support import replicated as job
+
+    job.train_in_budget(rank, folder)
+
+
+def launched(program: str, arguments: list[str], where: str) -> None:
+    """`torchrun --standalone --nproc-per-node 2`, by the agent of torchrun, but that what it starts are forks.
+
+    Args:
+        program: the file of a script, or the name of a module, which is run as by `-m`.
+        arguments: that it is given.
+        where: the working directory.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.chdir(where)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="tests", rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        max_restarts=0, monitor_interval=0.02, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, _run_program)(program, arguments)
+
+
+def program(calls: list[list[str]], where: str) -> None:
+    """`python -m ellzero` with each of these arguments, in a folder; says the exit codes."""
+    os.chdir(where)
+    sys.path[0] = ""  # as `-m` has it
+    for arguments in calls:
+        sys.argv = ["ellzero", *arguments]
+        try:
+            runpy.run_module("ellzero", run_name="__main__")
+        except SystemExit as left:
+            print("code", left.code, flush=True)
+
+
+def _run_program(program: str, arguments: list[str]) -> None:
+    sys.argv = [program, *arguments]
+    try:
+        if program.endswith(".py"):
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except SystemExit as left:
+        if left.code:
+            raise
+
+
 @cache
-def _trace() -> None:
-    """The networks of trainings are traced once, and not in each fork. No backward: its threads would not be forked."""
+def _trace(network: str = "narrow", data: str = "mnist5k", dropout: float = 0.0) -> None:
+    """A network is traced once, and not in each fork. No backward: its threads would not be forked."""
     import torch
 
     from ellzero.experiments.recipe import Recipe
     from ellzero.experiments.train.building import build
 
-    basis: dict[str, Any] = {"name": "warm", "penalty": 0.1}
-    for network, data, dropout in (("lenet300", "mnist5k", 0.0), *[("wrn-10-1", "cifar10", p) for p in (0.0, 0.3)]):
-        build(Recipe(**basis, network=network, data=data, dropout=dropout), dataset(data), torch.device("cpu"))
+    recipe = Recipe(name="warm", penalty=0.1, network=network, data=data, dropout=dropout)
+    build(recipe, dataset(data), torch.device("cpu"))
 
 
-JOBS: dict[str, Callable[..., None]] = {"train": train, "replicated": replicated}
+def _prepare(job: str, arguments: dict[str, Any]) -> None:
+    """What all forks would do: tracing for the first time imports much, whatever is traced."""
+    from ellzero.experiments.store.folder import Folder
+
+    if job != "train":
+        _trace()
+        return
+    for recipe in Folder.open(arguments["folder"]).recipes:
+        _trace(recipe.network, recipe.data, recipe.dropout)
+
+
+JOBS: dict[str, Callable[..., None]] = {
+    "train": train, "replicated": replicated, "budgeted": budgeted, "launched": launched, "program": program,
+}  # fmt: skip
 
 if __name__ == "__main__":
     import torch.distributed  # noqa: F401 (in no fork)
 
     import ellzero.experiments.train.loop  # noqa: F401
+    import support.narrow  # noqa: F401
 
     serve()
     os._exit(0)  # torch takes a second or two to leave

@@ -23,12 +23,13 @@ from ellzero.experiments.train.loop import Stopped, train, train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
+from support.narrow import NARROW
 
 STEPS = 5  # of an epoch
 
 
 GATED = Recipe(
-    name="killed", network="lenet300", data="mnist5k", placement="per_layer", drop_rates={"*": 0.3}, cost="params",
+    name="killed", network=NARROW.name, data="mnist5k", placement="per_layer", drop_rates={"*": 0.3}, cost="params",
     at_most=0.3, on="kept", dual="nupi", dual_lr=0.1, kp=2.0, nu=0.5, target_warmup=0.5, lr=1e-3, gate_lr=0.03,
     batch=20, epochs=5, ema=0.9, finalize=True, finetune_epochs=2,
 )  # fmt: skip

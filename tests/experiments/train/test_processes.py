@@ -358,16 +358,16 @@ def test_the_command_line_under_torchrun(server: processes.Server, tmp_path: Pat
     home = tmp_path / "run" / "checkpoints"
     processes.until(lambda: process.poll() is not None or checkpoint.steps(home)[-1:] > [2])
     os.kill(workers(process)[1], signal.SIGKILL)
-    code, out, err = ended(process)
+    code, _, err = ended(process)
     assert code == 1
     assert re.search(r"^ellzero: error: (another process of this run is gone|this process was told to end)", err, re.M)
     assert "goes on from its newest checkpoint with: torchrun --nproc-per-node 2 -m ellzero train --resume run" in err
     assert "[rank0]" not in err  # as tracebacks begin
     assert Folder.open(tmp_path / "run").results() is None
 
-    code, out, err = ended(torchrun("--resume", "run", "--save-seconds", "0", "--json", where=tmp_path))
-    assert code == 0, err
-    assert out.count('"compact"') == 1  # one of them prints
+    words = ["train", "--resume", "run", "--save-seconds", "0", "--json"]
+    job = server.run("launched", program="ellzero", arguments=words, where=str(tmp_path))
+    assert job.said.count('"compact"') == 1  # one of them prints
     assert (tmp_path / "run" / "compact.safetensors").exists()
     whole = Folder.create(tmp_path / "whole", [UNDER_TORCHRUN])
     run(server, whole, whole=True)

@@ -206,7 +206,7 @@ def short(folder: Folder, watcher: Watch | None = None, data: Any = None) -> Tra
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (errno.ENOSPC, r"cannot be written: the disk is full; a checkpoint needs 4\.3 MB; .* step 2 is still there$"),
+        (errno.ENOSPC, r"cannot be written: the disk is full; a checkpoint needs 0\.4 MB; .* step 2 is still there$"),
         (errno.EROFS, r"cannot be written: Read-only file system; .* step 2 is still there$"),
     ],
     ids=["full", "read-only"],
@@ -234,7 +234,7 @@ def test_a_disk_that_fails_ends_the_run_in_words(
 def test_a_write_that_is_cut_off_by_the_system(tmp_path: Path) -> None:
     folder = Folder.create(tmp_path / "run", [SHORT])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    watcher = Watch(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1])))
+    watcher = Watch(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, limits[1])))
     try:
         with pytest.raises(CheckpointError, match=r"File too large; .*the checkpoint of step 2 is still there"):
             short(folder, watcher)
