@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# The torch that types and tests are written against; `make test TORCH=torch` takes the newest that we let in.
+TORCH  ?= torch<2.14
 # Test processes (JOBS=0: in one). Each begins with its half of the tests, slow files first, and takes over from the other
 # when it is done: a file's tests share what is dear to make, such as a browser, and no core waits for the longest file.
 # One thread in each: the networks in the tests are small, and the sums come out alike on every machine.
@@ -72,5 +74,5 @@ $(VENV)/.created:
 
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/.created
 	@echo "installing ellzero[$*] into $(VENV); the first time this takes a minute or two"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]' '$(TORCH)'
 	@touch $@

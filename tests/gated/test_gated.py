@@ -917,7 +917,7 @@ def test_an_example_that_the_model_rejects_is_refused_and_the_model_left() -> No
     model = mlp(3, 4, 2).eval()
     model[0].train()
     modes = [m.training for m in model.modules()]
-    with pytest.raises(l0.graph.TraceError, match=r"the model rejects `example_inputs`: RuntimeError: mat1 and mat2"):
+    with pytest.raises(l0.graph.TraceError, match=r"the model rejects `example_inputs`: RuntimeError: .*mat1 and mat2"):
         l0.attach(model, torch.zeros(2, 5))
     with pytest.raises(TypeError, match=r"`example_inputs` must be a tuple .*got int"):
         l0.attach(model, 3)

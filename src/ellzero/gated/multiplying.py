@@ -94,11 +94,11 @@ def in_place(
     put: list[tuple[dict[str, Any], str, Any]] = []
     checkpoint: Any = torch.utils.checkpoint
     refusing = torch.is_grad_enabled()
-    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
+    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook  # both ways; a torch without them fails here
     try:
         if refusing:
             checkpoint.CheckpointFunction = _Refusal
-            checkpoint._checkpoint_without_reentrant_generator = _Refusal.apply
+            checkpoint._checkpoint_hook = _Refusal.apply
         for name, target in targets.items():
             weight: Any = None
             for *path, key in target.holders:
@@ -120,7 +120,7 @@ def in_place(
         for parameters, key, own in put:
             parameters[key] = own
         if refusing:
-            checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator = before
+            checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = before
 
 
 class _Refusal:
