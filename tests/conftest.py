@@ -78,9 +78,10 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first: what is left for two processes in the end is short, and none waits long."""
+    """Long tests come first, then files with slow ones: what is left for two processes in the end is short."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    long = {item for item in items if any(mark.kwargs.get("first") for mark in item.iter_markers("slow"))}
+    items.sort(key=lambda item: (item not in long, item.path not in slow))
 
 
 def pytest_collection_finish() -> None:

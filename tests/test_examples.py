@@ -32,6 +32,7 @@ def test_the_loop_of_the_readme(
     assert "Budget(macs at most 30 %: tuning, step 12 of 12, macs kept" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_quickstart_ends_within_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     loaded(ROOT / "examples" / "quickstart.py").main(epochs=6)  # it checks by itself that what it saved comes back
@@ -48,6 +49,7 @@ def share(small: nn.Module) -> float:
     return sum(p.numel() for p in small.parameters() if p.ndim > 1) / (20 * 64 + 64 * 32 + 32 * 2)
 
 
+@pytest.mark.slow
 def test_the_own_loop_stops_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     example = loaded(ROOT / "examples" / "own_loop.py")
     whole = example.main(epochs=4)

@@ -8,7 +8,7 @@ import pytest
 from support import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=True)
 def test_the_types_fit() -> None:
     done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:

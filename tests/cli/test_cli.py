@@ -181,6 +181,7 @@ def test_inspect_json_has_every_tensor(run: Run) -> None:
     }
 
 
+@pytest.mark.slow
 def test_streams_shrink_when_asked(run: Run) -> None:
     def states(*flags: str) -> dict[str, str]:
         _, out, _ = run("inspect", "nets:Residual", "--input", "2,3,4,4", "--json", *flags)

@@ -218,6 +218,7 @@ def test_every_field_of_a_recipe_is_an_option_with_its_help(run: Run) -> None:
     assert 'which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.' in flat  # over two lines
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 @pytest.mark.parametrize("when", [1, 11, 31])
 def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(
@@ -268,6 +269,7 @@ def test_a_second_ctrl_c_does_not_wait_and_says_what_there_is(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "small.toml"]  # there was nothing to go on with
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_resumed_run_keeps_what_it_was_begun_with(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--every`, `--data-dir` and `--tensorboard` need not be said again."""
@@ -417,6 +419,7 @@ def test_a_diverged_run_is_one_line_and_code_1(run: Run, tmp_path: Path) -> None
     failed(run("train", "small.toml", "--lr", "1e30", "--quiet"), 1, "the loss of `small`, seed 0, is nan after epoch")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -560,6 +563,7 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_a_plain_line(run: Run, home
         assert re.fullmatch(rf"ellzero: warning: {later.name} is damaged .*passed over for {whole.name}.*\n", err), err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_full_disk_leaves_a_run_that_resumes(
     run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -772,6 +776,7 @@ def test_report_is_that_of_the_library(run: Run, home: Path, network: Gated) -> 
     assert (code, json.loads(out)) == (0, json.loads(expected.json()))
 
 
+@pytest.mark.slow
 def test_a_stack_asks_which_run_is_meant(run: Run, tmp_path: Path) -> None:
     recipes = [SMALL, SMALL.override(name="other", seed=1, at_most=0.5)]
     folder = Folder.create(tmp_path / "stack", recipes, {"command": "ellzero reproduce table"})

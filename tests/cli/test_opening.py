@@ -13,6 +13,7 @@ from ellzero.experiments.papers import get
 from support import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "network"), [("louizos-mlp", "lenet300"), ("demo", "lenet5"), ("wrn-dropout-cifar100", "wrn-10-1")]
 )

@@ -77,6 +77,7 @@ def drawn(path: Path) -> list[Path]:
         return save(figure, path, "What it\n   shows.")
 
 
+@pytest.mark.slow
 def test_the_same_figure_gives_the_same_bytes(tmp_path: Path) -> None:
     first, second = drawn(tmp_path / "a" / "figure"), drawn(tmp_path / "b" / "figure")
     assert [f.name for f in first] == ["figure.png", "figure.svg", "figure.txt"]

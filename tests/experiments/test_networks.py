@@ -168,6 +168,7 @@ def placed(net: nn.Module, where: Where) -> dict[str, int]:
     return {placement.name: placement.shape[0] for placement in where(trace(net, (COLOUR,)))}
 
 
+@pytest.mark.slow
 def test_hidden_layers_of_small_wide_networks() -> None:
     assert placed(WideResNet(10, 1), l0.shrinkable()) == {f"blocks.{b}.conv1": 16 << b for b in range(3)}
     sixteen = {f"blocks.{b}.conv1": 16 << b // 2 for b in range(6)}
@@ -178,6 +179,7 @@ def test_hidden_layers_of_small_wide_networks() -> None:
     assert {placement.name: placement.shape[0] for placement in hidden(wide.graph)} == expected
 
 
+@pytest.mark.slow
 def test_hidden_layers_of_wrn_28_10() -> None:
     found = placed(WideResNet(28, 10), hidden)
     assert found == {f"blocks.{b}.conv1": 160 << b // 4 for b in range(12)}

@@ -152,6 +152,7 @@ patterns = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(rates=patterns, at_most=patterns, lr=st.floats(0, 1e30, exclude_min=True))
 def test_any_pattern_and_number_survive_toml(rates: Any, at_most: Any, lr: float) -> None:
     recipe = get("gallego-mlp").override(drop_rates=rates, at_most=at_most, lr=lr)

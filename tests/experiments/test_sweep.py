@@ -176,6 +176,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return out, run(grid_of_four(), lambda _: tiny(), out, at_once=2)
 
 
+@pytest.mark.slow
 def test_a_run_of_a_sweep_is_the_run_alone(whole: tuple[Path, dict[str, Any]]) -> None:
     out, record = whole
     seen = 0
@@ -233,6 +234,7 @@ def test_a_finished_sweep_is_not_trained_again(whole: tuple[Path, dict[str, Any]
     assert run(grid_of_four(), no_data, out) == record
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "error"), [(interrupt, training.Stopped), (crash, RuntimeError)])
 def test_a_stopped_sweep_goes_on_where_it_was(
     how: Callable[[], None], error: type[Exception], tmp_path: Path, whole: tuple[Path, dict[str, Any]]
@@ -347,6 +349,7 @@ def test_a_fresh_sweep_removes_the_old_one_only_when_it_can_begin(untrained: Unt
 WORDS = "sweep louizos-mlp --data mnist5k --batch 400 --epochs 1 --gate-lr 0.3 --ema none --penalty 0.001,0.01"
 
 
+@pytest.mark.slow
 def test_the_command_is_stopped_by_ctrl_c_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

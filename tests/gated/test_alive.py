@@ -104,6 +104,7 @@ TWO = TwoReaders().double()
 TWO_GRAPH = l0.attach(TWO, torch.zeros(2, 2, dtype=torch.float64)).graph
 
 
+@pytest.mark.slow
 @given(placements(), st.integers(0, 2**31))
 @settings(max_examples=60)
 def test_any_placement_is_exact_or_refused(chosen: list[Placement], seed: int) -> None:

@@ -48,12 +48,13 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3), st.lists(st.integers(1, 2), max_size=2), st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=15)
 def test_expected_entries_are_the_mean_over_all_states(width: int, hidden: list[int], streams: bool, seed: int) -> None:
     torch.manual_seed(seed)
     options = {"where": l0.shrinkable(streams=True)} if streams or not hidden else {}
-    gated = l0.attach(Blocks(width, hidden), torch.zeros(2, 2), **options)
+    gated = traced.attached(Blocks(width, hidden), torch.zeros(2, 2), **options)
     p = torch.rand(gated.liveness.size, dtype=torch.float64)
     mean = 0.0
     for state in itertools.product((0.0, 1.0), repeat=len(p)):

@@ -87,6 +87,7 @@ def test_a_slice_of_a_parameter_costs_what_is_used_of_it() -> None:
     assert l0.dense(l0.macs, l0.attach(Sliced(), torch.randn(2, 8))) == 8 * 8 + 8 * 16 + 16 * 2
 
 
+@pytest.mark.slow
 def test_cross_attention_costs_what_torch_counts() -> None:
     layer: Any = nn.TransformerDecoderLayer(8, 2, 32, batch_first=True)
     x, memory = torch.randn(1, 5, 8), torch.randn(1, 4, 8)

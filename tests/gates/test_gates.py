@@ -370,6 +370,7 @@ def test_compiles_in_one_graph(make: Callable[[], list[AbstractGate]]) -> None:
     torch.testing.assert_close(drawn, g.draw(list(module)))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [alike, mixed])
 def test_exports(make: Callable[[], list[AbstractGate]]) -> None:
     module = _Drawer(scattered(make()))

@@ -20,6 +20,7 @@ def reasons(model: nn.Module, x: Tensor) -> dict[str, str | None]:
     return {a.name: a.frozen for a in proven(model, l0.graph.trace(model, x), as_inputs(x)).axes}
 
 
+@pytest.mark.slow
 def test_what_can_be_removed_stays_free() -> None:
     for model, x in (
         (MLP(4, 5, 3), torch.zeros(2, 4)),

@@ -39,6 +39,7 @@ def accelerate() -> Iterator[Any]:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "precision"), [("drive", "no"), ("prepare", "bf16")])
 def test_it_is_the_plain_loop_in_either_order(first: str, precision: str, accelerate: Any) -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=precision)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 pytestmark = [
+    pytest.mark.slow,  # to import it alone takes ten seconds
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # one process is what is wanted here
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),  # what saved is not needed
 ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator is found")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator is found")]
 WORDS = torch.randint(0, 30, (32, 8), generator=torch.Generator().manual_seed(1))
 STEPS = 24
 

@@ -169,6 +169,7 @@ def test_expected_cost_is_the_mean_over_all_states(case: Case) -> None:
         assert number(cost(gated)) == pytest.approx(value, rel=1e-12), cost.__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kept_cost_is_that_of_the_compact_network_in_every_state(case: Case) -> None:
     gated = case.gated()

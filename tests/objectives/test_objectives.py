@@ -376,6 +376,7 @@ def test_nupi_without_proportional_term_is_gradient_ascent() -> None:
 # ---- dual optimizers: saddle points and trajectories ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dual", [d for d in DUALS if d != GradientAscent(0.5)], ids=str)
 def test_converges_to_the_saddle_point(dual: AbstractDual) -> None:
     # min ½‖x−a‖² subject to mean(x_g) ≤ ε_g: where mean(a_g) > ε_g, KKT give λ_g = n_g·(mean(a_g) − ε_g) and
@@ -434,6 +435,7 @@ def problem() -> tuple[Toy, Callable[[], Tensor]]:
     return toy, lambda: distance(toy, *POINTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dual", "theirs"),
     [
@@ -466,6 +468,7 @@ def test_trajectory_is_that_of_cooper(dual: AbstractDual, theirs: Callable[..., 
     assert moved
 
 
+@pytest.mark.slow
 def test_extra_gradient_trajectory_is_that_of_cooper() -> None:
     toy, loss = problem()
     constraint = Constraint(smooth, GROUPS, dual=GradientAscent(0.7, restarts=False))
@@ -510,6 +513,7 @@ def test_extra_gradient_converges_in_the_bilinear_game_where_ascent_diverges() -
     assert radius(100, extra=True) == pytest.approx(0.25 * (1 - eta**2 + eta**4) ** 50, rel=1e-9)  # 8e-6
 
 
+@pytest.mark.slow
 def test_extra_gradient_finds_the_saddle_point_with_adam() -> None:
     a = [1.0, 0.5, 0.9]
     toy = Toy(a=[0.0] * 3)
@@ -954,6 +958,7 @@ def test_gates_of_a_network_that_are_not_finite_are_refused() -> None:
     assert constraint.multiplier.tolist() == [0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["expected", "kept"])
 def test_training_brings_a_network_to_its_target_and_resumes(on: str) -> None:
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))

@@ -276,6 +276,7 @@ def test_units_leave_the_live_network_and_the_result_is_the_same() -> None:
         torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.slow
 def test_a_compiled_network_shrinks_too() -> None:
     networks = []
     for compiled in (False, True):

@@ -218,6 +218,7 @@ def test_what_goes_wrong_in_the_proof_says_what_it_means(monkeypatch: pytest.Mon
         l0.compact(gated)
 
 
+@pytest.mark.slow
 def test_wild_networks_are_exact_or_refused() -> None:
     """A few of those that `tools/fuzz.py` draws: parts, casts, random numbers, calls by keyword."""
     outcomes = dict(judged(seed) for seed in (1001, 1005, 1017, 1020, 1037, 1051))

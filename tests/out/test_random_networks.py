@@ -136,7 +136,7 @@ def assert_shrinks_in_steps_as_at_once(model: Drawn, x: Tensor, graph: l0.graph.
             assert back.count_nonzero() <= plan.slice(name, tensor).numel()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=True)
 @pytest.mark.timeout(1200)
 def test_random_networks() -> None:
     """80 of them, each with gates on its residual streams and without."""

@@ -150,6 +150,7 @@ def test_channels_that_come_back_to_even_out_groups_are_kept() -> None:
     assert "Gates by placement" in str(report)
 
 
+@pytest.mark.slow
 def test_a_large_network_is_counted_exactly() -> None:
     """More weights than float32 can count one by one."""
     model = nn.Sequential(nn.Linear(1, 4099), nn.ReLU(), nn.Linear(4099, 4099), nn.ReLU(), nn.Linear(4099, 1))

@@ -493,6 +493,7 @@ def test_what_comes_from_files_is_escaped(copy: Path) -> None:
 # ---------------------------------------------------------------- stacks
 
 
+@pytest.mark.slow
 def test_a_stack_has_a_page_for_each_run(tmp_path: Path) -> None:
     recipes = [small(epochs=1, finetune_epochs=0, name=n, seed=k) for k, n in enumerate(("first", "second"))]
     folder = Folder.open(copied(trained(*recipes, images=100), tmp_path / "stack"))
@@ -604,6 +605,7 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         write("new", file / "below.html")
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_and_names_it(copy: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["report", str(copy)]) == 0
     out = capsys.readouterr().out
@@ -628,6 +630,7 @@ def test_the_page_is_opened_when_asked(copy: Path, monkeypatch: pytest.MonkeyPat
     assert opened == [(copy / "page.html").resolve().as_uri()]
 
 
+@pytest.mark.slow
 def test_train_ends_with_the_page(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "small.toml").write_text(small(batch=500, epochs=1).to_toml())
     assert main(["train", str(tmp_path / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]) == 0

@@ -150,6 +150,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_the_numbers_of_its_own_json(swept: Path) -> None:
     record = json.loads((swept / "sweep.json").read_text())
     runs, notes = collect([swept])
@@ -213,6 +214,7 @@ def test_records_of_a_reproduction_count_where_there_is_no_stack(tmp_path: Path)
     assert [note.why for note in notes] == [f"1 of 4 runs were not begun, or their folder is damaged: {MLP.name}"]
 
 
+@pytest.mark.slow
 def test_the_records_in_this_repository_are_found() -> None:
     stored = ROOT / "results"
     runs, notes = collect([stored])
@@ -404,6 +406,7 @@ def test_names_that_are_no_text_can_be_written(tmp_path: Path) -> None:
     assert 'href="caf%E9/page.html"' in html
 
 
+@pytest.mark.slow
 def test_two_hundred_runs_at_once(tmp_path: Path) -> None:
     for number in range(200):
         recipe = MLP.override(name=f"r{number}", at_most=(number + 1) / 201)

@@ -97,6 +97,7 @@ def test_the_network_is_read_once_for_each_checkpoint(finished: Path, monkeypatc
     assert len(looks) == 1
 
 
+@pytest.mark.slow
 def test_a_page_is_made_once_for_all_who_ask(server: Server, begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     real = module.run_page

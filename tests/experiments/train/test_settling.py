@@ -254,6 +254,7 @@ def test_a_target_that_settling_cannot_reach_is_refused_before_the_training() ->
         few("gallego-mlp", at_most={"fc1": 0.001})
 
 
+@pytest.mark.filterwarnings("ignore:every gate is open")  # as they are where nothing is nested
 @pytest.mark.parametrize("name", ["louizos-mlp", "gallego-mlp", "louizos-lenet5"])
 @pytest.mark.parametrize("closed", ["one", "all", "nested"])
 def test_a_layer_that_is_closed_when_the_gates_settle_is_not_lost_for_good(name: str, closed: str) -> None:

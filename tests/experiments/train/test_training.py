@@ -207,6 +207,7 @@ def test_a_target_that_would_leave_a_layer_empty_is_refused_before_the_training(
 # ---- stacks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_in_a_stack_is_the_run_alone() -> None:
     basis = recipe(placement="per_layer", at_most=0.3, dual="ascent", dual_lr=0.5, ema=0.9, epochs=2)
     several = [
@@ -245,6 +246,7 @@ def test_recipes_that_cannot_share_a_stack_are_refused() -> None:
         Trainer([one, one.override(batch=25, lr=0.1, seed=3, name="other")], data())
 
 
+@pytest.mark.slow
 def test_runs_that_differ_in_their_numbers_alone_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each would have found by itself is what it gets."""
     traced: list[nn.Module] = []

@@ -16,7 +16,7 @@ from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.out import settling, shrinking
-from ellzero.out.finalization import finalize
+from ellzero.out.finalization import bring_within
 
 
 def after_epoch(trainer: Trainer) -> None:
@@ -67,7 +67,7 @@ def turn(trainer: Trainer) -> None:
     for run, recipe in enumerate(trainer.recipes):
         gated = cast(Gated, trainer.runs.network(run))
         if recipe.at_most is not None:
-            finalize(gated, recipe.at_most, COSTS[recipe.cost], fill=True)
+            bring_within(gated, {COSTS[recipe.cost]: recipe.at_most}, fill=True)
         for name, gate in gated.gates.named_parameters():
             own = trainer.runs.values()[f"network.gates.{name}"]
             with torch.no_grad():
