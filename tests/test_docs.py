@@ -40,3 +40,24 @@ def test_the_readme_has_the_stored_numbers_of_training_that_gets_faster() -> Non
                 assert any(f"| {seed['error_last']:.2f} % | {shown} |" in row for row in rows), (name, data)
                 macs = 100 * (seed["costs"]["macs"]["kept"] if "costs" in seed else 1.0)
                 assert any(f"| {macs:.1f} % |" in row for row in rows), (name, data)
+
+
+def test_the_readme_has_the_stored_errors_of_ones_own_loop() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = {
+        "budget": "| `Budget` |",
+        "continued": "| dense for half of the epochs",
+        "magnitude": "| dense for half, Torch",
+    }
+    rows |= {"narrow": "| uniformly narrower", "dense": "| dense |"}
+    errors: dict[tuple[str, int, float], list[float]] = {}
+    for run in json.loads((ROOT / "results" / "own-loop" / "cifar10.json").read_text())["runs"]:
+        for row in run["rows"]:
+            errors.setdefault((row["method"], run["options"]["epochs"], row["at_most"]), []).append(row["error"])
+    for method, start in rows.items():
+        (line,) = [line for line in lines if line.startswith(start) and line.count("|") == 5]
+        shown = [float(cell.split()[0]) for cell in line.split("|")[2:5]]
+        for value, (epochs, at_most) in zip(shown, [(8, 0.3), (8, 0.15), (40, 0.3)], strict=True):
+            seeds = errors[method, epochs, 1.0 if method == "dense" else at_most]
+            assert len(seeds) == 3
+            assert value == round(sum(seeds) / 3, 2), (method, epochs, at_most)
