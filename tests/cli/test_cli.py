@@ -223,7 +223,7 @@ ERRORS = {
     "importing `needy` failed: ModuleNotFoundError: No module named 'not_installed": ("needy:Net", "--input", "1"),
     "importing `broken` failed: ZeroDivisionError": ("broken:Net", "--input", "1"),
     "importing `leaves` failed: SystemExit: 3": ("leaves:Net", "--input", "1"),
-    "module `nets` has no `Nothing`; its models are LeNet, Residual, Literal, Tokens": ("nets:Nothing", "--input", "1"),
+    "module `nets` has no `Nothing`; it has LeNet, Residual, Literal, Tokens": ("nets:Nothing", "--input", "1"),
     "`nets:seven` must be a model or something that gives one, got int": ("nets:seven", "--input", "1"),
     "`nets:number` must give an nn.Module, got int": ("nets:number", "--input", "1"),
     "calling `nets:wordy` without arguments failed: ValueError: one line and another": ("nets:wordy", "--input", "1"),

@@ -278,7 +278,9 @@ def test_a_resumed_run_keeps_what_it_was_begun_with(run: Run, tmp_path: Path, mo
     (tmp_path / "small.toml").write_text(SMALL.override(finetune_epochs=0).to_toml())
     asked = []
     load = data.load
-    monkeypatch.setattr(data, "load", lambda name, where, device: asked.append(where) or load(name, None, device))
+    monkeypatch.setattr(
+        data, "load", lambda name, where, device, workers: asked.append(where) or load(name, None, device)
+    )
     step = Bar.step
 
     def interrupting(self: Bar, done: int) -> None:

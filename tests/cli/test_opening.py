@@ -29,11 +29,11 @@ def test_the_printed_python_loads_the_compact_network(name: str, network: str, t
     small = l0.compact(gated).eval()
     l0.save(small, tmp_path / "small.safetensors")
     known = {"images": dataset.test_x}
-    exec("\n".join(loading(recipe, tmp_path / "small.safetensors")), known)
+    exec("\n".join(loading(recipe, tmp_path / "small.safetensors", dataset)), known)
     torch.testing.assert_close(known["logits"], small(x), rtol=0, atol=0)
 
 
 def test_the_page_says_what_is_printed() -> None:
     shown = re.search(r"`(ellzero\.load\(.*?\))`", (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8"))
     assert shown is not None
-    assert shown[1] in "\n".join(loading(get("demo"), Path("small.safetensors")))
+    assert shown[1] in "\n".join(loading(get("demo"), Path("small.safetensors"), data.stand_in("mnist5k")))

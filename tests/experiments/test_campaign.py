@@ -118,7 +118,7 @@ def test_how_many_fit_is_bounded_by_memory_and_by_what_can_share_a_stack(monkeyp
     assert room(get("wrn-cifar10"), few_images()) == 1
 
     class Elsewhere:  # a data set that says it is on a GPU
-        train_x = type("Images", (), {"device": torch.device("cuda", 0)})()
+        device = torch.device("cuda", 0)
 
     each, once = 1000, 500
     monkeypatch.setattr(campaign, "memory", lambda recipe, dataset: (each, once))

@@ -232,10 +232,10 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(text: str, message: str, tm
     [
         ("name", "a/b", 'must be letters, digits, ".", "_" and "-", and begin with one of the first two'),
         ("name", "", "must be letters"),
-        ("network", "resnet", 'must be "lenet300", "lenet5" or "wrn-DEPTH-WIDTH"'),
+        ("network", "resnet", 'must be "lenet300", "lenet5", "wrn-DEPTH-WIDTH"'),
         ("network", "wrn-27-10", 'must be "lenet300"'),
         ("network", "wrn-4-1", 'must be "lenet300"'),
-        ("data", "imagenet", 'must be "mnist" or "mnist5k" or "cifar10" or "cifar100"'),
+        ("data", "imagenet", 'must be "mnist", "mnist5k", "cifar10", "cifar100", MODULE:FUNCTION'),
         ("init", 2018, 'must be "2018" or "2021"'),
         ("placement", "weights", 'must be "shrinkable" or "per_layer" or "blocks"'),
         ("drop_rates", {}, "must be a number for each pattern"),
@@ -360,7 +360,7 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
     others |= {"drop_rates": {"*": 0.4}, "rule": "median", "cost": "macs", "at_most": 0.4, "on": "kept"}
     others |= {"dual": "ascent", "restarts": False, "optimizer": "adam", "ema": 0.9, "scaling": "unit"}
     others |= {"milestones": (1,), "decay": 0.5, "precision": "bfloat16", "compile": False, "nesterov": True}
-    others |= {"shrink_at": (3,), "shrink_multiple": 4, "settle_at": 7}
+    others |= {"shrink_at": (3,), "shrink_multiple": 4, "settle_at": 7, "loss": "a:b", "metric": "a:c"}
     alone = {"penalty", "dropout", "name"}  # the first two need another network or another objective beside them
     for name in sorted({f.name for f in fields(Recipe)} - alone - others.keys()):
         value = getattr(base, name)

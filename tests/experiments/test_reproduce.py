@@ -420,7 +420,7 @@ def test_curves_of_seeds_that_do_not_match_are_refused() -> None:
 
 @pytest.fixture
 def few_images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(opening, "load_data", lambda name, data_dir, device: data())
+    monkeypatch.setattr(opening, "load_data", lambda *_: data())
     monkeypatch.chdir(tmp_path)
 
 

@@ -19,7 +19,7 @@ from tyro.conf import Positional, arg
 
 from ellzero.cli import opening
 from ellzero.cli.console import FAILED, INTERRUPTED, CommandError, drawn, foreseen, refuse, say, show, show_json, tell
-from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, RecipeName, option
+from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, RecipeName, Workers, option
 from ellzero.experiments import study as making
 from ellzero.experiments import sweep as sweeping
 from ellzero.experiments.campaign import AT_ONCE, Record
@@ -187,6 +187,7 @@ def sweep(
     data_dir: DataDir = None,
     at_once: Annotated[int | None, option("N", "what the device has room for")] = None,
     every: Every = None,
+    workers: Workers = None,
     cost_axis: Literal["auto", "params", "macs", "l0_norm"] = "auto",
     json: bool = False,
     quiet: bool = False,
@@ -199,6 +200,7 @@ def sweep(
     $ ellzero sweep demo --at-most 0.05,0.1,0.2,0.4 --seeds 3
     $ ellzero sweep louizos-mlp --penalty 0.03,0.1,0.3,1 --epochs 50 --out runs/lambda
     $ ellzero sweep budget-lenet5 --at-most 0.05,0.1 --gate-lr 1e-3,1e-2 --cost-axis params
+    $ ellzero sweep --network my_module:make --data my_module:load --cost macs --at-most 0.1,0.3 --epochs 30
     $ ellzero sweep --resume --out runs/lambda
 
     Fields of the recipe take one value or several with commas between; all combinations are trained. Runs that differ
@@ -216,6 +218,7 @@ def sweep(
         data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
         at_once: train no more than N runs together; else on a GPU as many as its memory holds, on a CPU 8.
         every: evaluate after every N epochs, and after the last.
+        workers: processes that make the samples of a data set of your own.
         cost_axis: what the front weighs error against, as it is kept at the end; auto is what at_most bounds, else
             params.
         json: print what is in sweep.json.
@@ -228,7 +231,7 @@ def sweep(
     opening.refuse_several("sweep")
     chosen, home, before = _chosen(recipe, out, resume, seeds, every, fields)
     directory = before.get("data_dir") if data_dir is None else data_dir
-    load = opening.loader(directory, device, before.get("device"))
+    load = opening.loader(directory, device, before.get("device"), workers)
     about = {"data_dir": None if directory is None else str(Path(directory).resolve())}
     work = partial(sweeping.run, chosen, load, home, resume=resume, fresh=fresh, at_once=at_once, about=about)
     _show_sweep(_swept(work, home, None if cost_axis == "auto" else cost_axis, quiet), home, json)
@@ -240,15 +243,18 @@ def _chosen(
     """What is to be done and where, and what is known from before of where its results come from."""
     with foreseen(ValueError):
         grid = {name: sweeping.values_of(name, text) for name, text in vars(fields).items() if text is not None}
-        if recipe is not None:
-            found = opening.find_recipe(recipe)
+        first = Fields(**{name: text and sweeping.parts_of(name, text)[0] for name, text in vars(fields).items()})
+        found = opening.unnamed_recipe(first) if recipe is None else opening.find_recipe(recipe)
+        if found is not None:
             home = Path("runs", "sweep", found.name) if out is None else Path(out)
             begun = resume and (home / "sweep.json").exists()
             asked = Sweep(found, grid, seeds or 1, every or 1)
             return asked, home, sweeping.stored(home)[1]["about"] if begun else {}
         if out is None or not resume:
             such = "such as `ellzero sweep demo --at-most 0.1,0.2` (`ellzero recipes` lists them)"
-            raise CommandError(f"`RECIPE` must be given, {such}, or `--resume --out FOLDER`")
+            raise CommandError(
+                f"`RECIPE` must be given, {such}, or `--network` and `--data`, or `--resume --out FOLDER`"
+            )
         there, record = sweeping.stored(Path(out))
         asked = Sweep(there.recipe, {**there.grid, **grid}, seeds or there.seeds, every or there.every)
         return asked, Path(out), record["about"]

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from ellzero.experiments.campaign import CampaignError
-from ellzero.experiments.data import DataError
+from ellzero.experiments.data import DataError, OwnError
 from ellzero.experiments.figures import PlotsMissingError
 from ellzero.experiments.store.checkpoint import CheckpointError
 from ellzero.experiments.store.folder import FolderError
@@ -33,7 +33,7 @@ from ellzero.out.tables import WIDTH, render
 from ellzero.page import PageMissingError
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
-_MISTYPED: tuple[type[Exception], ...] = (StudyError, CampaignError)
+_MISTYPED: tuple[type[Exception], ...] = (StudyError, CampaignError, OwnError)
 _FAILURES: tuple[type[Exception], ...] = (
     FileError, FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError, DivergedError,
     PageMissingError, PlotsMissingError, torch.OutOfMemoryError,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import webbrowser
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +14,8 @@ from torch import Tensor, nn
 from tyro.conf import Positional, UseAppendAction, arg
 
 from ellzero import page
-from ellzero.cli.console import FAILED, CommandError, few, quiet, refuse, said, say, show, show_json
+from ellzero.cli.console import FAILED, CommandError, few, quiet, refuse, say, show, show_json
+from ellzero.experiments.data import importing
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.rehearsal import proven
 from ellzero.graph.tracing import TraceError, as_inputs, trace
@@ -111,27 +109,11 @@ def load_model(target: str) -> nn.Module:
     refuse(not where or not what, named)
     written = f"`MODULE` must be written as in an import statement, `a.b` and not `a/b.py`, got {where!r}"
     refuse(where.endswith(".py") or "/" in where, written)
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(where)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{where}.".startswith(f"{error.name}."):
-            raise CommandError(f"there is no module `{error.name}` here or among the installed packages") from error
-        raise CommandError(f"importing `{where}` failed: {said(error)}") from error
-    try:
-        found: Any = reduce(getattr, what.split("."), module)
-    except AttributeError:
-        models = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, nn.Module)]
-        hint = f"; its models are {', '.join(few(models))}" if models else ""
-        raise CommandError(f"module `{where}` has no `{what}`{hint}") from None
+    found: Any = importing.find(target)
     if not isinstance(found, nn.Module):
         kind = type(found).__name__
         refuse(not callable(found), f"`{target}` must be a model or something that gives one, got {kind}")
-        try:
-            found = found()
-        except (Exception, SystemExit) as error:
-            raise CommandError(f"calling `{target}` without arguments failed: {said(error)}") from error
+        found = importing.call(target)
     if not isinstance(found, nn.Module):
         raise CommandError(f"`{target}` must give an nn.Module, got {type(found).__name__}")
     return found

@@ -6,23 +6,25 @@ What the commands about runs share. No command is here. Every function here rais
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import make_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from ellzero.cli.console import FAILED, CommandError, foreseen, refuse
 from ellzero.experiments import data, papers
-from ellzero.experiments.data import Dataset
+from ellzero.experiments.data import Dataset, OwnError, Tensors
 from ellzero.experiments.recipe import FIELDS, Recipe, from_strings, refuse_idle
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import processes, saver
+from ellzero.experiments.train.fitting import measured
 from ellzero.experiments.train.loop import restore
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
@@ -42,6 +44,7 @@ RunPath = Annotated[str, Positional, arg(metavar="RUN")]
 Index = Annotated[int | None, option("N")]
 RecipeName = Annotated[str | None, Positional, option("RECIPE")]
 Every = Annotated[int | None, option("N", "1")]
+Workers = Annotated[int | None, option("N", "0")]
 
 # One option for each field of a recipe, as text: tyro makes them from this class.
 Fields: Any = make_dataclass(
@@ -63,6 +66,19 @@ def find_recipe(text: str) -> Recipe:
                 raise CommandError(f"there is no recipe {text!r}: no such file")
             return papers.load_toml(text)
         return papers.get(text)
+
+
+def unnamed_recipe(fields: Any) -> Recipe | None:
+    """The recipe of nothing but fields, if they say network and data."""
+    values = from_strings({name: text for name, text in vars(fields).items() if text is not None})
+    if "network" not in values and "data" not in values:
+        return None
+    for name in ("network", "data"):
+        refuse(name not in values, f"`--{name}` must be given too, where there is no recipe that says it")
+    with foreseen(ValueError):
+        recipe = papers.unnamed(values)
+        refuse_idle(recipe, values)
+        return recipe
 
 
 def override(recipe: Recipe, fields: Any) -> Recipe:
@@ -101,16 +117,34 @@ def refuse_below_one(**numbers: int | None) -> None:
         refuse(number is not None and number < 1, f"`--{option}` must be at least 1, got {number}")
 
 
-def load_data(name: str, data_dir: str | None, device: torch.device) -> Dataset:
-    """A data set."""
+def load_data(name: str, data_dir: str | None, device: torch.device, workers: int | None = None) -> Dataset:
+    """A data set; `workers` processes make its samples, where it is the user's."""
+    refuse((workers or 0) < 0, f"`--workers` must be at least 0, got {workers}")
     there = data_dir is None or Path(data_dir).expanduser().is_dir()
     refuse(not there, f"`--data-dir` must be a folder that exists, got {data_dir!r}")
-    return data.load(name, data_dir, device)
+    return data.load(name, data_dir, device, workers or 0)
 
 
-def loader(data_dir: str | None, device: Device, begun_on: str | None = None) -> Callable[[str], Dataset]:
+def loader(
+    data_dir: str | None, device: Device, begun_on: str | None = None, workers: int | None = None
+) -> Callable[[str], Dataset]:
     """What loads data sets by their names, each once, onto the device, which is looked for when one is needed."""
-    return cache(lambda name: load_data(name, data_dir, find_device(device, begun_on)))
+    return cache(lambda name: load_data(name, data_dir, find_device(device, begun_on), workers))
+
+
+@contextmanager
+def begun_in(folder: Folder) -> Iterator[None]:
+    """Says where a run was begun, if code or data of the user's that it needs are not found from here."""
+    try:
+        yield
+    except OwnError as error:
+        where = folder.about.get("own", {}).get("folder")
+        if not error.missing or where is None:
+            raise
+        needs = f"the run in {str(folder.path)!r} was begun in {where!r} and needs it"
+        raise CommandError(
+            f"{error}: {needs}; go on from there, or put the folder of the module on PYTHONPATH"
+        ) from error
 
 
 def open_run(path: str) -> Folder:
@@ -133,11 +167,11 @@ def choose(folder: Folder, index: int | None) -> int:
 
 def restored(folder: Folder, dataset: Dataset | None = None) -> Trainer:
     """A run as its newest checkpoint has it; without its data it can be looked at, but not tested."""
-    home, recipe = folder.path, folder.recipes[0]
+    home = folder.path
     none = f"{str(home)!r} has no checkpoint yet; `ellzero train --resume {home}` goes on"
     refuse(not checkpoint.steps(folder.checkpoints), none, FAILED)
-    with foreseen(ValueError):
-        trainer = restore(folder, data.stand_in(recipe.data, recipe.batch) if dataset is None else dataset)
+    with foreseen(ValueError), begun_in(folder):
+        trainer = restore(folder, dataset)
         saver.refuse_diverged(trainer)  # as checkpoints of before may hold it
         return trainer
 
@@ -153,25 +187,27 @@ def size(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-@torch.no_grad()
-def error_of(network: nn.Module, recipe: Recipe, dataset: Dataset, chunk: int = 1000) -> float:
-    """Percent of the test images that a network gets wrong, scaled as the recipe says."""
-    network = network.to(dataset.test_x.device).eval()
-    scale = () if recipe.scaling == "unit" else (dataset.mean, dataset.std)
-    chunks = zip(dataset.test_x.split(chunk), dataset.test_y.split(chunk), strict=True)
-    wrong = sum(int((network(data.scaled(x, *scale)).argmax(-1) != y).sum()) for x, y in chunks)
-    return 100 * wrong / len(dataset.test_y)
+def error_of(network: nn.Module, recipe: Recipe, dataset: Dataset) -> float:
+    """What the recipe notes as the error: in percent of the test images, unless a loss or metric is the user's own."""
+    network = network.to(dataset.device).eval()
+    standard, chunk = recipe.scaling == "standard", recipe.batch if recipe.facts.own else 1000
+
+    def answer(x: Tensor) -> Tensor:
+        return cast(Tensor, network(dataset.inputs(x, standard=standard)))[None]
+
+    return float(measured(recipe, dataset, answer, chunk).double())
 
 
-def loading(recipe: Recipe, file: Path) -> list[str]:
-    """Python that loads the compact network, and how it wants its images."""
-    facts = data.KNOWN[recipe.data]
+def loading(recipe: Recipe, file: Path, images: Tensors) -> list[str]:
+    """Python that loads the compact network, and how it wants its inputs: as these `images`, which may be noise."""
     dropout = f", dropout={recipe.dropout}" if recipe.dropout else ""
-    made = f"networks.find({json.dumps(recipe.network)}).make({len(facts.classes)}{dropout})"
-    scale = "" if recipe.scaling == "unit" else f", {facts.mean}, {facts.std}"
-    return [
-        "import ellzero",
-        "from ellzero.experiments import data, networks",
-        f"net = ellzero.load({made}, {json.dumps(file.as_posix())}).eval()",
-        f"logits = net(data.scaled(images{scale}))  # of bytes, (N, C, H, W)",
-    ]
+    made = f"networks.find({json.dumps(recipe.network)}).make({len(images.classes)}{dropout})"
+    rooms, call, imports = ["networks"], "logits = net(x)", ["import ellzero"]
+    if recipe.facts.own:
+        module = recipe.network.partition(":")[0]
+        made, rooms, imports = f"{recipe.network.replace(':', '.')}()", [], ["import ellzero", f"import {module}"]
+    if images.train_x.dtype is torch.uint8 and images.train_x.ndim == 4:
+        scale = "" if recipe.scaling == "unit" else f", {images.mean}, {images.std}"
+        rooms, call = ["data", *rooms], f"logits = net(data.scaled(images{scale}))  # of bytes, (N, C, H, W)"
+    imports += [f"from ellzero.experiments import {', '.join(rooms)}"] if rooms else []
+    return [*imports, f"net = ellzero.load({made}, {json.dumps(file.as_posix())}).eval()", call]

@@ -21,12 +21,13 @@ from tyro.conf import Positional, arg
 from ellzero import page
 from ellzero.cli import opening
 from ellzero.cli.console import FAILED, CommandError, drawn, quiet, refuse, say, show, show_json, tell, warn
-from ellzero.cli.opening import DataDir, Device, Index, RunPath, option
-from ellzero.experiments import data, networks
+from ellzero.cli.opening import DataDir, Device, Index, RunPath, Workers, option
+from ellzero.experiments import networks
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.figures import PlotsMissingError, can_draw
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import building, evaluation
+from ellzero.experiments.train.loop import noise_like
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs
@@ -38,7 +39,9 @@ from ellzero.out.tables import new_table
 Check = Callable[[Tensor], Tensor]  # what a file computes
 
 
-def evaluate(run: RunPath, data_dir: DataDir = None, device: Device = "auto", json: bool = False) -> None:
+def evaluate(
+    run: RunPath, data_dir: DataDir = None, device: Device = "auto", workers: Workers = None, json: bool = False
+) -> None:
     """Test the network of a run, with its gates and made compact, and say what it costs.
 
     For example: ellzero evaluate runs/demo-seed0
@@ -47,12 +50,14 @@ def evaluate(run: RunPath, data_dir: DataDir = None, device: Device = "auto", js
         run: folder of a run, finished or not.
         data_dir: folder of the data's files, if it is not the one that the run was begun with.
         device: where to; auto is a GPU if there is one.
+        workers: processes that make the samples of a data set of your own.
         json: print JSON.
     """
     folder = opening.open_run(run)
     where = opening.find_device(device)
     directory = folder.about.get("data_dir") if data_dir is None else data_dir
-    dataset = opening.load_data(folder.recipes[0].data, directory, where)
+    with opening.begun_in(folder):
+        dataset = opening.load_data(folder.recipes[0].data, directory, where, workers)
     trainer = opening.restored(folder, dataset)
     if not trainer.done:  # at its end that is done for good
         evaluation.recalibrate(trainer)
@@ -61,14 +66,16 @@ def evaluate(run: RunPath, data_dir: DataDir = None, device: Device = "auto", js
     if json:
         show_json({"run": run, "finished": finished, "networks": found})
         return
-    table = new_table("", ["recipe"], ["seed", "error", "compact", "density", "parameters", "MACs"])
+    name = folder.recipes[0].error
+    table = new_table("", ["recipe"], ["seed", name, "compact", "density", "parameters", "MACs"])
     for f in found:
         kept = [f"{100 * f['kept'][name]:.2f} %" for name in building.COSTS] if "kept" in f else ["dense"] * 3
-        table.add_row(f["recipe"], str(f["seed"]), f"{f['error']:.2f} %", f"{f['error_compact']:.2f} %", *kept)
+        errors = (folder.recipes[0].told(f[key]) for key in ("error", "error_compact"))
+        table.add_row(f["recipe"], str(f["seed"]), *errors, *kept)
     show(table)
     state = "finished" if finished else "not finished"
-    say(f"After {trainer.epoch} epochs ({state}), on {len(dataset.test_y):,} test images of {dataset.name}.")
-    say("error: with the test-time gates; compact: of the compact network, and what it has kept of the dense one.")
+    say(f"After {trainer.epoch} epochs ({state}), on {dataset.sizes[1]:,} test images of {dataset.name}.")
+    say(f"{name}: with the test-time gates; compact: of the compact network, and what it has kept of the dense one.")
 
 
 @torch.no_grad()
@@ -116,8 +123,8 @@ def compact(
     small = opening.small_network(trainer.network(number))
     if recipe.recalibrate and not trainer.done and networks.find(recipe.network).has_batch_norm:
         warn("the run is not finished: batch-norm statistics are those of training, and gathered anew at its end alone")
-    fresh = partial(recipe.facts.make, len(data.KNOWN[recipe.data].classes), recipe.dropout)
-    example = data.scaled(data.stand_in(recipe.data, 3).train_x)
+    noise = noise_like(folder, 3)
+    fresh, example = partial(recipe.facts.make, len(noise.classes), recipe.dropout), noise.example(3)
     parameters, before = opening.size(small), opening.size(fresh())
     say(f"{recipe.name}, seed {recipe.seed}: {parameters:,} of {before:,} parameters ({parameters / before:.2%}).")
     for file in files:
@@ -127,7 +134,7 @@ def compact(
                 _compare(small, reader, example, file)
         say(f"{file} ({file.stat().st_size / 1e6:.2f} MB; {how})")
         if file.suffix == ".safetensors":
-            say(*(f"    {line}" for line in opening.loading(recipe, file)))
+            say(*(f"    {line}" for line in opening.loading(recipe, file, noise)))
 
 
 def _write(network: nn.Module, path: Path, x: Tensor, fresh: Callable[[], nn.Module]) -> tuple[Check | None, str]:

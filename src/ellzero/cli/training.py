@@ -13,21 +13,20 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from torch import nn
 from tyro.conf import Positional, arg
 
 from ellzero import page
 from ellzero.cli import opening
-from ellzero.cli.console import FAILED, INTERRUPTED, CommandError, foreseen, refuse, say, show, show_json, warn
-from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, RecipeName, option
-from ellzero.experiments.data import Dataset
+from ellzero.cli.console import FAILED, INTERRUPTED, CommandError, foreseen, refuse, say, show, show_json, tell, warn
+from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, RecipeName, Workers, option
+from ellzero.experiments.data import Dataset, Samples, Tensors
 from ellzero.experiments.papers import RECIPES
 from ellzero.experiments.recipe import Recipe, differences
 from ellzero.experiments.store.checkpoint import steps
 from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.store.provenance import provenance
-from ellzero.experiments.train import loop, processes
+from ellzero.experiments.train import fitting, loop, processes
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher, Bar, TensorBoard
 from ellzero.gated.module import Gated
@@ -86,6 +85,7 @@ def train(
     data_dir: DataDir = None,
     device: Device = "auto",
     every: Every = None,
+    workers: Workers = None,
     save_seconds: Annotated[float, arg(metavar="S")] = 60.0,
     tensorboard: bool = False,
     json: bool = False,
@@ -99,10 +99,13 @@ def train(
     $ ellzero train demo
     $ ellzero train gallego-mlp --at-most 0.2 --epochs 100 --seed 3 --out runs/fifth
     $ ellzero train mine.toml --data-dir ~/data
+    $ ellzero train --network my_module:make --data my_module:load --cost macs --at-most 0.3
     $ ellzero train --resume runs/demo-seed0
 
-    Ctrl-C ends it after the step, and saves. The run's folder then holds its recipe, history, checkpoints and results,
-    compact.safetensors, the small network, and page.html, which shows the run (with the extra `page`).
+    Without RECIPE, `--network` and `--data` say what is trained, your own or the library's; the rest is as
+    `ellzero.Budget` has it. Ctrl-C ends it after the step, and saves. The run's folder then holds its recipe, history,
+    checkpoints and results, compact.safetensors, the small network, and page.html, which shows the run (with the extra
+    `page`).
 
     Args:
         recipe: name of a recipe (`ellzero recipes` lists them), or a TOML file.
@@ -111,6 +114,7 @@ def train(
         data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
         device: where to train; auto is a GPU if there is one, and for a run that is resumed what it was begun on.
         every: evaluate after every N epochs, and after the last.
+        workers: processes that make the samples of a data set of your own; whatever N is, the run is the same.
         save_seconds: seconds between two checkpoints.
         tensorboard: also write event files for TensorBoard, into the run's folder.
         json: print the result as JSON.
@@ -125,10 +129,11 @@ def train(
     every = every or run.about.get("every") or 1
     watchers = _watchers(quiet, run.path / "tensorboard", tensorboard)
     kind = opening.find_device(device, run.about.get("device"))
+    workers = run.about.get("workers") if workers is None else workers
     try:
-        with processes.group(kind) as where, foreseen():
-            dataset = opening.load_data(run.recipes[0].data, data_dir, where)  # before there is a folder
-            run = _made(run, where, data_dir, every) if resume is None else run
+        with processes.group(kind) as where, foreseen(), opening.begun_in(run):
+            dataset = opening.load_data(run.recipes[0].data, data_dir, where, workers)  # before there is a folder
+            run = _made(run, dataset, data_dir, every, workers) if resume is None else run
             trainer = _trained(run, dataset, resume is None, every, watchers, save_seconds)
             if processes.rank() == 0:
                 _finish(run, trainer.network(0), dataset, json)
@@ -140,10 +145,10 @@ def train(
 
 def _new(recipe: str | None, out: str | None, fields: Any) -> Folder:
     """The run that is asked for; its folder is not there yet."""
-    if recipe is None:
-        lists = "(`ellzero recipes` lists them)"
+    chosen = opening.unnamed_recipe(fields) if recipe is None else opening.override(opening.find_recipe(recipe), fields)
+    if chosen is None:
+        lists = "(`ellzero recipes` lists them), or `--network` and `--data` of your own"
         raise CommandError(f"`RECIPE` must be given, such as `ellzero train demo` {lists}, or `--resume FOLDER`")
-    chosen = opening.override(opening.find_recipe(recipe), fields)
     home = Path("runs", f"{chosen.name}-seed{chosen.seed}") if out is None else Path(out)
     refuse(home.exists() and not home.is_dir(), f"`--out` must be a folder, got the file {str(home)!r}")
     ways = f"{_again(home)} continues it, another `--out` begins a new one"
@@ -190,13 +195,15 @@ def _again(home: Path) -> str:
     return shlex.join([*start, "train", "--resume", str(home)])
 
 
-def _made(run: Folder, device: torch.device, data_dir: str | None, every: int) -> Folder:
+def _made(run: Folder, dataset: Dataset, data_dir: str | None, every: int, workers: int | None) -> Folder:
     """A new run's folder: one process makes it, which has its lock from then on, and all know whether it could."""
-    about = {"data_dir": None if data_dir is None else str(Path(data_dir).resolve()), "every": every}
+    about = {**provenance(dataset.device), **fitting.sources(run.recipes[0], dataset), "every": every}
+    about["data_dir"] = None if data_dir is None else str(Path(data_dir).resolve())
+    about |= {} if workers is None else {"workers": workers}
     problem = folder = None
     if processes.rank() == 0:
         try:
-            folder = Folder.create(run.path, run.recipes, {**provenance(device), **about}, lock=True)
+            folder = Folder.create(run.path, run.recipes, about, lock=True)
         except (FileError, FolderError) as error:
             problem = str(error)
     if (problem := processes.gathered(problem)[0]) is not None:
@@ -209,6 +216,9 @@ def _made(run: Folder, device: torch.device, data_dir: str | None, every: int) -
 def _trained(
     folder: Folder, data: Dataset, new: bool, every: int, watchers: Sequence[AbstractWatcher], save_seconds: float
 ) -> Trainer:
+    if data.device.type == "cuda" and processes.rank() == 0 and fitting.goes_plainly(folder.recipes[0], data):
+        hint = "" if isinstance(data, Samples) else "; `--compile true` says that it does not, and is faster"
+        tell(f"ellzero: steps are not captured on the GPU, as code of your own may do another thing in each{hint}")
     try:
         with foreseen(ValueError), _own(folder) if new and processes.rank() == 0 else nullcontext():
             return loop.train(folder.recipes, data, folder, every=every, watchers=watchers, save_seconds=save_seconds)
@@ -260,17 +270,19 @@ def _finish(folder: Folder, network: nn.Module, dataset: Dataset, json: bool) ->
     say(
         "",
         *_cut(folder),
-        f"Test error of the {kind} network: {error:.2f} % ({parameters:,} parameters).",
+        f"Test {recipe.error} of the {kind} network: {recipe.told(error)} ({parameters:,} parameters).",
         f"The {kind} network: {file} ({file.stat().st_size / 1e6:.2f} MB)",
         f"Recipe, history, checkpoints, results: {folder.path}",
         f"Page: {seen}" if isinstance(seen, Path) else f"No page: {seen}",
         "In Python:",
-        *(f"    {line}" for line in opening.loading(recipe, file)),
+        *(f"    {line}" for line in opening.loading(recipe, file, loop.noise_like(folder, 1))),
     )
 
 
 def _worthless(folder: Folder, error: float, dataset: Dataset) -> str | None:
     """Why the network is of no use, if it is not: numbers that stay finite say nothing else of a broken training."""
+    if not folder.recipes[0].in_percent or not isinstance(dataset, Tensors):
+        return None
     guessing = 100 * (1 - int(dataset.test_y.bincount().max()) / len(dataset.test_y))
     losses = [h["loss"] for h in folder.history() if h["loss"] is not None]
     alike = math.log(len(dataset.classes))
@@ -292,7 +304,7 @@ def _cut(folder: Folder) -> list[str]:
         error, by = "", f"settling after epoch {recipe.settle_at}"
     elif recipe.finalize and learned:
         before = learned[-1]
-        error, by = f", with {before['error']:.2f} % error", "`finalize`"
+        error, by = f", with {recipe.told(before['error'])} {recipe.error}", "`finalize`"
     else:
         before = None
     if before is None:
@@ -309,7 +321,7 @@ def _page(folder: Folder, network: nn.Module, dataset: Dataset) -> Path | str:
         network = network.cpu().eval()
         page.measure_run(folder, network)
         recipe = folder.recipes[0]
-        epochs, steps = recipe.epochs + recipe.finetune_epochs, len(dataset.train_x) // recipe.batch
+        epochs, steps = recipe.epochs + recipe.finetune_epochs, dataset.sizes[0] // recipe.batch
         seen = page.look(network, recipe, dataset.shape, epochs, steps)
         return page.write(page.run_page(folder, seen=seen), page.page_file(folder))
     except (FileError, FolderError) as error:

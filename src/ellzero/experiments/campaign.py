@@ -19,13 +19,14 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ellzero.experiments.data import Dataset, scaled
+from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint, records
 from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.store.provenance import provenance
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.building import refuse_unreachable
+from ellzero.experiments.train.fitting import sources
 from ellzero.experiments.train.policy import ALONE, STACKABLE
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
@@ -70,14 +71,16 @@ def shared(recipe: Recipe) -> dict[str, Any]:
 
 
 def goes_alone(recipe: Recipe) -> bool:
-    """Whether it shares no stack: its network has batch norm, or shrinks, or its images are augmented."""
-    return recipe.facts.has_batch_norm or any(getattr(recipe, name) for name in ALONE)
+    """Whether it shares no stack: its network has batch norm, or shrinks, its images are augmented, or code of the
+    user's takes part.
+    """
+    return recipe.facts.has_batch_norm or recipe.is_own or any(getattr(recipe, name) for name in ALONE)
 
 
 def stack_name(stack: Sequence[Recipe]) -> str:
     """The name of a stack's folder: its network, and a digest of its recipes, all fields and their order."""
     content = json.dumps([[list(r.to_dict().items()), r.name] for r in stack])
-    return f"{stack[0].network}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+    return f"{stack[0].network.replace(':', '-')}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
 def identity(recipe: Recipe) -> Identity:
@@ -91,7 +94,7 @@ def room(recipe: Recipe, dataset: Dataset) -> int:
     """
     if goes_alone(recipe):
         return 1
-    device = dataset.train_x.device
+    device = dataset.device
     if device.type != "cuda":
         return ON_A_CPU
     free = torch.cuda.mem_get_info(device)[0]
@@ -107,15 +110,15 @@ def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
     parameters = list(model.parameters())
     copies = 4 + (2 if recipe.optimizer == "adam" else 1)  # weights and gated ones, with gradients; the optimizer's
     copies += (2 if recipe.ema is not None else 0) + (4 if recipe.extra_gradient else 0)  # evaluation copies an average
-    image = activations(model, scaled(dataset.train_x[:2].cpu()))
-    count = len(dataset.train_x)
+    example = dataset.example(2)
+    image, (count, tested) = activations(model, example), dataset.sizes
     draws = recipe.samples * (2 if recipe.extra_gradient else 1)
     units = sum(sum(p.shape[:2]) for p in parameters if p.dim() > 1)  # gates on all that a weight reads or writes
     each = 4 * copies * sum(p.numel() for p in parameters)
     each += 2 * 2 * image * recipe.batch * recipe.samples  # and gradients; twice: a captured step has memory of its own
-    each += image * min(len(dataset.test_x), 10_000)  # that are looked at together
+    each += image * min(tested, 10_000)  # that are looked at together
     each += 2 * (count // recipe.batch) * draws * units * 4 + 2 * 8 * count  # the noise and the order of an epoch
-    return each, 4 * dataset.train_x.numel() + 2**30  # the images as numbers, and a gigabyte for libraries
+    return each, 4 * count * example[0].numel() + 2**30  # the images as numbers, and a gigabyte for libraries
 
 
 def activations(model: nn.Module, images: Tensor) -> int:
@@ -288,13 +291,15 @@ class Campaign:
         left = list(work.stacks)
         if left:
             runs = work.done + sum(len(folder.recipes) for folder in left)
-            say(f"{title}: {runs} runs, {work.done} done before, the others in {counted(len(left), 'stack')}")
+            own = ": code of your own trains one run at a time" * any(f.recipes[0].is_own for f in left)
+            say(f"{title}: {runs} runs, {work.done} done before, the others in {counted(len(left), 'stack')}{own}")
         while left:
             folder = left.pop(0)
             stack, dataset = folder.recipes, work.data[folder.recipes[0].data]
             say(f"{len(stack)} run{'s together' * (len(stack) > 1)}: {', '.join(dict.fromkeys(r.name for r in stack))}")
             if not (folder.path / "run.json").exists():
-                folder = Folder.create(folder.path, stack, provenance(dataset.train_x.device))
+                about = {**provenance(dataset.device), **sources(stack[0], dataset)}
+                folder = Folder.create(folder.path, stack, about)
             trainer = None
             try:
                 trainer = training.train(stack, dataset, folder, every=every, watchers=watchers)

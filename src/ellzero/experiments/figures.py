@@ -179,15 +179,24 @@ def _count(cost: str, units: tuple[int, ...]) -> int:
     return a * 25 * 24**2 + a * b * 25 * 8**2 + c * d + d * 10
 
 
+PERCENT = "test error (%)"
+
+
 def pareto(
-    points: Sequence[Point], path: Path, *, cost: Cost = "params", title: str = "", published: Sequence[Point] = ()
+    points: Sequence[Point],
+    path: Path,
+    *,
+    cost: Cost = "params",
+    title: str = "",
+    published: Sequence[Point] = (),
+    error: str = PERCENT,  # what it is, if it is another
 ) -> list[Path]:
     """Draws error against kept cost: every point of ours, the front among them, and published points as context."""
     if not points:
         raise ValueError("`points` must be at least one point, got none")
     everyone = (*points, *published)
     for point in everyone:
-        if not (0 < point.cost <= 1 and 0 <= point.error <= 100):
+        if not (0 < point.cost <= 1 and (0 <= point.error <= 100 or error != PERCENT)):
             raise ValueError(f"`points` must have a cost in (0, 1] and an error in [0, 100] %, got {point}")
     best = [points[k] for k in statistics.pareto([(p.cost, p.error) for p in points])]
     with grid(size=(5.0, 3.6)) as (figure, (axes,)):
@@ -196,12 +205,13 @@ def pareto(
         if published:
             axes.plot(*_spots(published), "D", color="white", markeredgecolor=GREY, label="published", zorder=2)
         _scale(axes, *_spots(everyone))
-        axes.set(xlabel=f"{_NAMES[cost]} kept (% of dense)", ylabel="test error (%)")
+        axes.set(xlabel=f"{_NAMES[cost]} kept (% of dense)", ylabel=error)
         axes.set_title(title, loc="left")
         legend(figure, axes)
         _annotate(axes, [(100 * p.cost, p.error, p.label) for p in published if p.label])
+        what = error.removesuffix(" (%)").capitalize()
         caption = (
-            f"Test error against the share of {_NAMES[cost]} that the compact network keeps. Filled dots: "
+            f"{what} against the share of {_NAMES[cost]} that the compact network keeps. Filled dots: "
             f"{len(points)} networks of ours; line: those that no other of ours beats."
         )
         if published:

@@ -4,12 +4,16 @@ recipe is, and which values it may have, is not known here.
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
+from ellzero.experiments.data.importing import is_code
 from ellzero.experiments.recipe.definition import Recipe, absent, nearest, refuse_unknown
+from ellzero.out.budget import FALLING, LEARNING
 
 
 def load_toml(path: str | PathLike[str]) -> Recipe:
@@ -25,7 +29,10 @@ def load_toml(path: str | PathLike[str]) -> Recipe:
         base = values.pop("base", None)
         refuse_unknown(values, also=("base",))
         values = {name: absent(name, value) for name, value in values.items()}
-        return Recipe.from_dict(values) if base is None else get(base).override(**values)
+        if base is not None:
+            return get(base).override(**values)
+        is_own = isinstance(found := values.get("network"), str) and is_code(found)
+        return unnamed(values) if is_own else Recipe.from_dict(values)
     except ValueError as error:  # those of tomllib and of UTF-8 too
         raise ValueError(f"{file.name}: {error}") from error
 
@@ -35,6 +42,23 @@ def get(name: str) -> Recipe:
     if isinstance(name, str) and name in RECIPES:
         return RECIPES[name]
     raise ValueError(f"`{name}` is not the name of a recipe; {nearest(str(name), RECIPES)}")
+
+
+def unnamed(values: Mapping[str, Any]) -> Recipe:
+    """A recipe of nothing but network, data, cost, target and epochs: the rest as `Budget` has it, so that the network
+    is within its budget at the end. Values that are given count; called after its network if it has no name.
+    """
+    epochs = values.get("epochs", 30)
+    basis: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._]+", "-", str(values.get("network"))).strip("-._")}
+    basis |= {"init": "own", "batch": 128, "epochs": epochs, "cosine": not values.get("finetune_epochs")}
+    if values.get("placement", "") is not None:
+        basis |= {"drop_rates": {"*": 0.05}, "gate_lr": "auto", "decay_gates": False}
+        if isinstance(epochs, int) and not values.get("finetune_epochs"):
+            basis["settle_at"] = max(1, round(LEARNING * epochs))
+        if values.get("at_most") is not None:
+            basis |= {"cost": "macs", "on": "kept", "target_warmup": FALLING, "finalize": True}
+    recalibrate = {"recalibrate": Recipe.from_dict({**basis, **values}).facts.has_batch_norm}
+    return Recipe.from_dict({**basis, **recalibrate, **values})
 
 
 def _papers() -> Iterable[Recipe]:

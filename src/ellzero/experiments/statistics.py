@@ -17,10 +17,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(stdtrit(count - 1, 0.975)) * statistics.stdev(values) / math.sqrt(count)
 
 
-def with_interval(values: Sequence[float]) -> str:
+def with_interval(values: Sequence[float], digits: str = ".2f") -> str:
     """Mean ± half the 95 % interval, as a table has it."""
     mean, half = interval(values)
-    return f"{mean:.2f}" if math.isnan(half) else f"{mean:.2f} ± {half:.2f}"
+    return f"{mean:{digits}}" if math.isnan(half) else f"{mean:{digits}} ± {half:{digits}}"
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:

@@ -66,11 +66,11 @@ def table(records: Sequence[Record], title: str) -> Table:
     return out
 
 
-def cells(runs: Sequence[Record]) -> list[str]:
+def cells(runs: Sequence[Record], digits: str = ".2f") -> list[str]:
     """Of runs that differ in their seed alone: best and last error with the 95 % interval, density (eq. 16 over its
     dense value) expected and kept, and parameters and MACs of the compact network.
     """
-    out = [with_interval([run[name] for run in runs]) for name in ("error_best", "error_last")]
+    out = [with_interval([run[name] for run in runs], digits) for name in ("error_best", "error_last")]
     if not all("costs" in run for run in runs):  # without gates
         return [*out, "100.0 %", "100.0 %", "100 %", "100 %"]
     for kind in ("expected", "kept"):

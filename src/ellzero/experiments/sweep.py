@@ -44,6 +44,11 @@ def campaign(out: Path) -> Campaign:
 
 def values_of(field: str, text: str) -> list[Any]:
     """The values in a list with commas; a comma inside brackets, braces or quotes belongs to its value."""
+    return [value for part in parts_of(field, text) for value in from_strings({field: part}).values()]
+
+
+def parts_of(field: str, text: str) -> list[str]:
+    """The same as they were typed."""
     from_strings({field: "none"})  # says what is wrong with the field before anything about its values
     parts, open_ = [""], ""
     for token in _TOKENS.findall(text):
@@ -64,7 +69,7 @@ def values_of(field: str, text: str) -> list[Any]:
         raise ValueError(f"`{field}` has no {open_[-1]!r} where one must close: {text!r}")
     if not all(part.strip() for part in parts):
         raise ValueError(f"`{field}` must be values with commas between, such as 0.1,0.2, got {text!r}: one is empty")
-    return [value for part in parts for value in from_strings({field: part}).values()]
+    return parts
 
 
 def _label(values: Mapping[str, Any]) -> str:
@@ -207,7 +212,7 @@ def run(
     work.refuse_unfit()
     if fresh:
         folder.clear()
-    where = next((data.train_x.device for data in work.data.values()), torch.device("cpu"))
+    where = next((data.device for data in work.data.values()), torch.device("cpu"))
     sources = folder.read()["about"] if there else {**provenance(where), **(about or {})}
 
     def note() -> Record:
@@ -277,7 +282,9 @@ def table(record: Record) -> Table:
     """A line for each point: errors with the 95 % interval over seeds, costs, and whether it is on the front."""
     varied = [field for field, values in record["grid"].items() if len(values) > 1]
     title = f"{record['recipe']['name']}, {counted(record['seeds'], 'seed')}"
-    right = ("best %", "last %", "density expected", "kept", "parameters", "MACs", "front")
+    in_percent = Recipe.from_dict(record["recipe"]).in_percent
+    unit, digits = (" %", ".2f") if in_percent else ("", ".4g")
+    right = (f"best{unit}", f"last{unit}", "density expected", "kept", "parameters", "MACs", "front")
     out = new_table(title, varied or ["recipe"], right)
     for point in record["points"]:
         left = [in_words(point["values"][field]) for field in varied] or [record["recipe"]["name"]]
@@ -289,7 +296,7 @@ def table(record: Record) -> Table:
             note = f"{len(point['diverged'])} diverged"
         elif point["emptied"]:
             note = "layer empty"
-        out.add_row(*left, *cells(point["runs"]), note)
+        out.add_row(*left, *cells(point["runs"], digits), note)
     return out
 
 
@@ -307,4 +314,6 @@ def draw(record: Record, out: Path) -> list[Path]:
     network, data = next(iter(kinds))
     theirs = figures.published(network, axis) if len(kinds) == 1 and data == "mnist" else []
     title = record["recipe"]["name"] + f", means over {record['seeds']} seeds" * (record["seeds"] > 1)
-    return figures.pareto(points, out / _FIGURE, cost=axis, title=title, published=theirs)
+    recipe = Recipe.from_dict(good[0]["recipe"])
+    error = figures.PERCENT if recipe.in_percent else f"test {recipe.error}"
+    return figures.pareto(points, out / _FIGURE, cost=axis, title=title, published=theirs, error=error)

@@ -214,7 +214,7 @@ def size(count: int | None) -> str:
     return f"{count} B" if count < 1000 else f"{count / 1e3:.1f} kB" if count < 1e6 else f"{count / 1e6:.2f} MB"
 
 
-def plus_minus(interval: tuple[float, float], times: float = 1) -> str:
-    """A mean in percent with half its interval, where there is one."""
-    mean, half = (times * value for value in interval)
-    return f"{mean:.2f} %" if math.isnan(half) else f"{mean:.2f} ± {half:.2f} %"
+def plus_minus(interval: tuple[float, float], times: float = 1, in_percent: bool = True) -> str:
+    """A mean, in percent mostly, with half its interval, where there is one."""
+    mean, half = (f"{times * value:{'.2f' if in_percent else '.4g'}}" for value in interval)
+    return mean + f" ± {half}" * (not math.isnan(interval[1])) + " %" * in_percent

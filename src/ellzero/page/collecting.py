@@ -136,7 +136,8 @@ class _Search:
     def take(self, recipe: Recipe, name: _Name, where: Path, result: Any, page: Path | None = None) -> None:
         """A run, from an entry of results.json or of a record's seeds."""
         try:
-            errors = {error: _number(result[error], error, 100.0) for error in ERRORS}
+            span = (100.0, 0.0) if recipe.in_percent else (math.inf, -math.inf)
+            errors = {error: _number(result[error], error, *span) for error in ERRORS}
             kept = expected = dict.fromkeys(COSTS, 1.0)  # a run without gates stores no costs
             dense: dict[Cost, float] = {}
             if recipe.placement is not None:
@@ -232,8 +233,8 @@ def _unfinished(folder: Folder) -> str:
     return f"{names} is not finished: epoch {history[-1].get('epoch')} of {recipe.epochs + recipe.finetune_epochs}"
 
 
-def _number(value: Any, name: str, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most * (1 + 1e-6):
+def _number(value: Any, name: str, most: float, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most * (1 + 1e-6):
         raise ValueError(f"`{name}` must be a number from 0 to {most:g}, got {value!r}")
     return min(float(value), most)
 

@@ -93,19 +93,26 @@ def training_charts(run: Run) -> list[Chart]:
     error, loss = run.seen("error"), run.seen("loss")
     how = "with the test-time gates (kept)" if run.gated else "of the dense network"
     noise = ", with the gates' noise; the penalty or the multipliers' terms are not in it" if run.gated else ""
+    own, unit, span = f"test {run.recipe.error}", " %", "tozero"
+    what, label = "Share of the test images that the network gets wrong, in percent", f"{own} (%)"
+    if not run.recipe.in_percent:
+        what, label, unit, span = f"`{run.recipe.metric or run.recipe.loss}` of the test set", own, "", "normal"
     errors = (
-        "Test error",
-        f"Share of the test images that the network gets wrong, in percent, {how}.",
-        f"Test error in percent, {how}: {_ends(error, ' %')}.",
+        own.capitalize(),
+        f"{what}, {how}.",
+        f"{own.capitalize()}{' in percent' * bool(unit)}, {how}: {_ends(error, unit)}.",
+    )
+    task, nats = (
+        ("Cross-entropy in nats for one image", "nats") if run.recipe.loss is None else (run.recipe.loss, "own")
     )
     losses = (
         "Training loss",
-        f"Cross-entropy in nats for one image: the mean over the steps since the record before{noise}.",
-        f"Training loss in nats: {_ends(loss, '', 4)}.",
+        f"{task}: the mean over the steps since the record before{noise}.",
+        f"Training loss{' in nats' * (nats == 'nats')}: {_ends(loss, '', 4)}.",
     )
     return [
-        _chart(run, "error", errors, "test error (%)", [_line(run.x, error, "test error", "@blue", " %")]),
-        _chart(run, "loss", losses, "loss (nats)", [_line(run.x, loss, "loss", "@vermilion")], rangemode="normal"),
+        _chart(run, "error", errors, label, [_line(run.x, error, own, "@blue", unit)], rangemode=span),
+        _chart(run, "loss", losses, f"loss ({nats})", [_line(run.x, loss, "loss", "@vermilion")], rangemode="normal"),
         *([_cost_chart(run, cost) for cost in COSTS] if run.gated else []),
         *_seconds(run),
         *(_multipliers(run) if run.gated else []),

@@ -20,11 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ellzero.experiments import data
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint, records
 from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.experiments.train.loop import restore
+from ellzero.experiments.train.loop import noise_like, restore
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import AbstractGate, NoExpectation
 from ellzero.gates.distributions import HardConcrete
@@ -163,7 +162,7 @@ def look_at(folder: Folder, index: int = 0) -> tuple[Look | None, str]:
         there = checkpoint.steps(folder.checkpoints)
         if not there:
             return None, "There is no checkpoint yet, so that the network itself cannot be shown."
-        trainer = restore(folder, data.stand_in(folder.recipes[0].data, folder.recipes[0].batch))
+        trainer = restore(folder)
     except (checkpoint.CheckpointError, ValueError, OSError) as error:
         return None, f"The network itself cannot be shown: {error}."
     done, epoch = there[-1] - trainer.position, trainer.epoch
@@ -229,7 +228,7 @@ def measure_run(folder: Folder, network: nn.Module) -> None:
         return
     with suppress(ClosedAxisError, CompactionError):
         small = compact(network, verify=False)
-        image = data.scaled(data.stand_in(folder.recipes[0].data, 1).train_x)
+        image = noise_like(folder, 1).example(1)
         with mode(network.model, False), mode(small, False):
             rows = measure(network.model, small, image)
         about = {"device": device_name(image.device), "threads": torch.get_num_threads(), "torch": torch.__version__}

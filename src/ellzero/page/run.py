@@ -71,7 +71,8 @@ def _headlines(run: Run) -> Iterator[tuple[str, str, str]]:
     """Name, number and small print of what matters most."""
     errors = [e for e in run.seen("error") if e is not None]
     if errors:
-        yield "Test error", f"{errors[-1]:.2f} %", f"lowest in training, at any size: {min(errors):.2f} %"
+        told = run.recipe.told
+        yield f"Test {run.recipe.error}", told(errors[-1]), f"lowest in training, at any size: {told(min(errors))}"
     left = run.look.report
     if left is not None:
         for title, row in (("Parameters kept", left.params), ("MACs kept", left.macs)):
@@ -138,7 +139,7 @@ def _draw_training(run: Run, directory: Path) -> list[Path]:
         if chart.name != "seconds":
             label = labels.get(chart.name, chart.layout["yaxis"]["title"]["text"])
             panels.append((label, {t["name"]: t["y"] for t in chart.traces if t["name"] != "target"}))
-    caption = "Test error and training loss by epoch"
+    caption = f"Test {run.recipe.error} and training loss by epoch"
     if run.gated:
         caption += (
             ", and what the gates leave in percent of the dense network: kept by the test-time gates (solid), expected "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from ellzero.experiments import figures, networks
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.statistics import interval, pareto
 from ellzero.page.charts import SERIES, Chart, axis, curve, dots, escaped, plus_minus, render, script_json
 from ellzero.page.collecting import COSTS, ERRORS, Cost, Finished, collect, label
@@ -79,8 +81,12 @@ class Kind(NamedTuple):
     groups: list[Group]
 
     @property
+    def recipe(self) -> Recipe:
+        return self.groups[0].runs[0].recipe
+
+    @property
     def title(self) -> str:
-        return f"{networks.find(self.network).title}, {_DATA[self.data]}"
+        return f"{networks.find(self.network).title}, {_DATA.get(self.data, self.data)}"
 
     def front(self, cost: Cost, error: str) -> list[Group]:
         """The recipes that no other one beats, by their means over seeds; by rising cost."""
@@ -94,12 +100,12 @@ class Kind(NamedTuple):
 
 def kinds(runs: Sequence[Finished]) -> list[Kind]:
     """Runs by network and data, and each by recipe, from the smallest compact networks to the largest."""
-    parts: dict[tuple[str, str], list[Finished]] = {}
+    parts: dict[tuple[str, str, str], list[Finished]] = {}
     for run in runs:
-        parts.setdefault((run.recipe.network, run.recipe.data), []).append(run)
+        parts.setdefault((run.recipe.network, run.recipe.data, run.recipe.error), []).append(run)
     return [
         Kind(network, data, sorted(groups(own), key=lambda g: (g.kept("params")[0], g.error("error_last")[0])))
-        for (network, data), own in parts.items()
+        for (network, data, _), own in parts.items()
     ]
 
 
@@ -173,8 +179,11 @@ def runs_figures(paths: Iterable[str | os.PathLike[str]], directory: Path) -> li
         for cost in COSTS:
             points = [figures.Point(r.kept[cost], r.errors["error_last"], name) for name, r in runs if r.kept[cost] > 0]
             if points:
-                target = directory / f"pareto-{kind.network}-{kind.data}-{cost}"
-                files += figures.pareto(points, target, cost=cost, title=kind.title, published=kind.published(cost))
+                target = directory / re.sub(r"[/:\\]+", "-", f"pareto-{kind.network}-{kind.data}-{cost}")
+                error = figures.PERCENT if kind.recipe.in_percent else f"test {kind.recipe.error}"
+                files += figures.pareto(
+                    points, target, cost=cost, title=kind.title, published=kind.published(cost), error=error
+                )
     return files
 
 
@@ -200,14 +209,16 @@ def _chart(number: int, kind: Kind, cost: Cost, error: str) -> Chart:
     xs, ys = zip(*ours, *printed, strict=True)
     return Chart(
         f"front-{number}",
-        f"{kind.title}: test error against {COSTS[cost]} kept",
+        f"{kind.title}: test {kind.recipe.error} against {COSTS[cost]} kept",
         _caption(kind, bool(theirs), bool(several)),
         _alternative(kind, front, cost, error),
         traces,
         height=460,
         wide=True,
         xaxis=_axis(xs, f"{COSTS[cost]} kept (% of dense)"),
-        yaxis=_axis(ys, f"test error (%), {ERRORS[error].removeprefix('the ')}"),
+        yaxis=_axis(
+            ys, f"test {kind.recipe.error}{' (%)' * kind.recipe.in_percent}, {ERRORS[error].removeprefix('the ')}"
+        ),
         hovermode="closest",
         uirevision=f"{cost} {error}",  # another axis, so what was zoomed into means nothing
     )
@@ -272,7 +283,11 @@ def _means(several: Sequence[Group], cost: Cost, error: str) -> dict[str, Any]:
     spots = []
     for group, kept, missed in zip(several, costs, errors, strict=True):
         words = [f"<b>{_wrapped(group.label)}</b>", f"mean of {len(group.runs)} seeds, 95 % interval"]
-        words += [f"error {plus_minus(missed)}", f"{COSTS[cost]} kept {plus_minus(kept, 100)}"]
+        recipe = group.runs[0].recipe
+        words += [
+            f"{recipe.error} {plus_minus(missed, 1, recipe.in_percent)}",
+            f"{COSTS[cost]} kept {plus_minus(kept, 100)}",
+        ]
         spots.append((100 * kept[0], missed[0], words))
     bars = {"type": "data", "color": "@muted", "thickness": 1, "width": 3}
     halves = {
@@ -301,7 +316,8 @@ def _hover(group: Group, run: Finished) -> list[str]:
     units = "-".join(map(str, run.architecture.values())) if len(run.architecture) <= 6 else ""
     return [
         f"<b>{_wrapped(group.label)}</b>, seed {run.recipe.seed}",
-        f"error {run.errors['error_last']:.2f} %, best {run.errors['error_best']:.2f} %",
+        f"{run.recipe.error} {run.recipe.told(run.errors['error_last'])}, "
+        f"best {run.recipe.told(run.errors['error_best'])}",
         *(f"{name} kept {100 * run.kept[cost]:.2f} %" for cost, name in COSTS.items()),
         *([f"units kept {units}"] if units else []),
         *(["click: its page"] if run.link else []),
@@ -348,7 +364,8 @@ def _alternative(kind: Kind, front: Sequence[Group], cost: Cost, error: str) -> 
     if not front:
         return f"{text} None of them has a compact network."
     ends = dict.fromkeys(
-        f"{g.label} keeps {100 * g.kept(cost)[0]:.1f} % of the {COSTS[cost]} at an error of {g.error(error)[0]:.2f} %"
+        f"{g.label} keeps {100 * g.kept(cost)[0]:.1f} % of the {COSTS[cost]} at an error of "
+        f"{kind.recipe.told(g.error(error)[0])}"
         for g in (front[0], front[-1])
     )
     count = f"{len(front)} recipe{'s are' if len(front) > 1 else ' is'}"

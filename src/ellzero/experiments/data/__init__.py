@@ -1,10 +1,13 @@
-"""Data: `load` gives a whole data set as tensors on a device; `shuffled`, `augment` and `scaled` make epochs."""
+"""Data: `load` gives a data set on a device; `shuffled`, `augment` and `scaled` make epochs of one in memory."""
 
+from ellzero.experiments.data.datasets import Dataset, Samples, Tensors
 from ellzero.experiments.data.downloads import DataError
 from ellzero.experiments.data.epochs import augment, crop_and_flip, epoch_generator, scaled, shuffled
-from ellzero.experiments.data.loading import KNOWN, Dataset, load, stand_in
+from ellzero.experiments.data.importing import OwnError
+from ellzero.experiments.data.loading import KNOWN, load, stand_in
+from ellzero.experiments.data.own import is_own
 
 __all__ = [
-    "KNOWN", "DataError", "Dataset", "augment", "crop_and_flip", "epoch_generator", "load", "scaled", "shuffled",
-    "stand_in",
+    "KNOWN", "DataError", "Dataset", "OwnError", "Samples", "Tensors", "augment", "crop_and_flip", "epoch_generator",
+    "is_own", "load", "scaled", "shuffled", "stand_in",
 ]  # fmt: skip

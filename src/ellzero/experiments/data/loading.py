@@ -6,63 +6,53 @@ A data set is a file beside this one with its `Facts`, and a line in `KNOWN`. No
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import final
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ellzero.experiments.data.cifar import CIFAR_10, CIFAR_100
+from ellzero.experiments.data.datasets import Dataset, Tensors
 from ellzero.experiments.data.downloads import Facts, contents, data_folder
+from ellzero.experiments.data.importing import OwnError
 from ellzero.experiments.data.mnist import MNIST, MNIST5K
+from ellzero.experiments.data.own import is_own, load_own
 
 KNOWN = {"mnist": MNIST, "mnist5k": MNIST5K, "cifar10": CIFAR_10, "cifar100": CIFAR_100}
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """A whole data set, on one device."""
-
-    name: str  # as `load` knows it
-    train_x: Tensor  # bytes, (N, C, H, W)
-    train_y: Tensor  # classes, (N,) of int64
-    test_x: Tensor
-    test_y: Tensor
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]  # per channel, of the training pixels in [0, 1], as the papers' code has it
-    std: tuple[float, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Channels, height and width of an image."""
-        return tuple(self.train_x.shape[1:])
-
-
 def load(
-    name: str, data_dir: str | os.PathLike[str] | None = None, device: str | torch.device | None = "cpu"
+    name: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    device: str | torch.device | None = "cpu",
+    workers: int = 0,
 ) -> Dataset:
     """Loads a data set onto a device.
 
     Args:
         name: "mnist", "cifar10", "cifar100" (its 100 fine classes), or "mnist5k": 4,000 + 1,000 images of MNIST's
-            training set that come with the library.
+            training set that come with the library; or data of your own: `MODULE:FUNCTION`, which gives two data sets,
+            `FILE.npz`, or a folder of images.
         data_dir: the folder that files are looked up in, and downloaded to where they are missing: `mnist/` with the
             four idx `.gz` files, `cifar-10-batches-bin/` and `cifar-100-binary/` with the `.bin` files, or the archives
             `cifar-10-binary.tar.gz` and `cifar-100-binary.tar.gz`. Else what `$ELLZERO_DATA` names, else the user's
             cache.
         device: where the tensors go.
+        workers: processes that make the samples of a data set of your own.
 
     Raises:
         DataError: a file is not the original, to the bit, or cannot be downloaded; or there is no such folder.
+        OwnError: data of your own are not what they must be.
 
     Example:
         >>> data = load("mnist5k")
         >>> data.train_x.shape, data.test_x.shape, data.train_x.dtype
         (torch.Size([4000, 1, 28, 28]), torch.Size([1000, 1, 28, 28]), torch.uint8)
     """
+    if is_own(name):
+        return load_own(name, device, workers)
     facts, found = _find(name), []
     if facts.files:
         folder = data_folder(data_dir)
@@ -72,21 +62,40 @@ def load(
     # Copied: what was read may not be written to, and torch knows no such tensors.
     train_x, test_x = (torch.from_numpy(x.copy()).to(device) for x in split[::2])
     train_y, test_y = (torch.from_numpy(y.astype(np.int64)).to(device) for y in split[1::2])
-    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std)
+    return Tensors(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std)
 
 
-def stand_in(name: str, images: int = 2, device: str | torch.device | None = "cpu") -> Dataset:
+def stand_in(
+    name: str,
+    images: int = 2,
+    device: str | torch.device | None = "cpu",
+    record: Mapping[str, Any] | None = None,
+) -> Tensors:
     """A data set with the shape, classes, mean and deviation of a known one, and noise for images: as many to train on
     as to test on. Networks can be built with it, looked at and made smaller where the files are not at hand.
+
+    Of data of your own, `record` is what `Dataset.record` gave; inputs that are whole numbers are zeros and ones.
     """
-    facts = _find(name)
     if images < 1:
         raise ValueError(f"`images` must be at least 1, got {images}")
-    shape = (images, *facts.shape)
+    kind = torch.uint8
+    if not is_own(name):
+        facts = _find(name)
+        size, classes, mean, std = facts.shape, facts.classes, facts.mean, facts.std
+    elif record is None:
+        raise OwnError(f"what the data `{name}` were like is not known: the run does not say it")
+    else:
+        size, classes, kind = record["shape"], tuple(record["classes"]), getattr(torch, record["dtype"])
+        mean, std = tuple(record["mean"]), tuple(record["std"])
+    shape = (images, *size)
     draw = torch.Generator().manual_seed(0)
-    train_x, test_x = (torch.randint(256, shape, generator=draw, dtype=torch.uint8).to(device) for _ in range(2))
-    train_y, test_y = (torch.randint(len(facts.classes), (images,), generator=draw).to(device) for _ in range(2))
-    return Dataset(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std)
+    if kind.is_floating_point:
+        train_x, test_x = (torch.randn(shape, generator=draw).to(device) for _ in range(2))
+    else:
+        top = 256 if kind is torch.uint8 else 2
+        train_x, test_x = (torch.randint(top, shape, generator=draw, dtype=kind).to(device) for _ in range(2))
+    train_y, test_y = (torch.randint(len(classes) or 1, (images,), generator=draw).to(device) for _ in range(2))
+    return Tensors(name, train_x, train_y, test_x, test_y, classes, mean, std, is_noise=True)
 
 
 def _find(name: str) -> Facts:

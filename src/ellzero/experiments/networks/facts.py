@@ -21,13 +21,14 @@ class Network:
     name: str  # as typed, e.g. "wrn-28-10"
     title: str  # in a heading
     make: Callable[..., nn.Module]  # (classes: int, dropout: float = 0.0), with the weights that torch gives it
-    images: tuple[int, int, int]  # (C, H, W) of one; data sets of other images do not fit
+    images: tuple[int, int, int] | None  # (C, H, W) of one; data sets of other images do not fit. None for any
     has_batch_norm: bool = False  # runs of such a network cannot be stacked
     has_dropout: bool = False  # whether `make` heeds its `dropout`
     blocks: str | None = None  # pattern of the layers that the placement "blocks" gates
     residual: bool = False  # whether a path leads around a layer that is closed as a whole
     compiling: tuple[int, float]  # what compiling its step takes, in steps, and the share of a step that it saves
-    test_batch: int  # how many test images it takes at once on a GPU
+    test_batch: int  # how many test images it takes at once on a GPU; 0 for as many as in training
+    own: bool = False  # whether it is the user's: its code may do anything
 
 
 _KNOWN: list[tuple[str, str, Callable[[re.Match[str]], Network | None]]] = []

@@ -12,9 +12,11 @@ from typing import Any, Self, final
 
 from ellzero.experiments import networks
 from ellzero.experiments.data import KNOWN
+from ellzero.experiments.data.importing import is_code
 from ellzero.experiments.recipe.fields import Described, Fields, checked
 
 FIELDS = {f.name: Described(f) for f in fields(Fields)}
+_LATER = ("loss", "metric", "cosine")  # no part of a digest where they have their default: runs of before go on
 
 
 @final
@@ -57,6 +59,25 @@ class Recipe(Fields):
     def facts(self) -> networks.Network:
         """What is known of its network."""
         return networks.find(self.network)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether code of the user's takes part in a step: it may do another thing in each, and goes alone."""
+        return self.facts.own or self.loss is not None or is_code(self.data)
+
+    @property
+    def error(self) -> str:
+        """The name of what is noted as the error: "error" where it is the percentage of wrong classes."""
+        return (self.metric or self.loss or ":error").partition(":")[2]
+
+    @property
+    def in_percent(self) -> bool:
+        """Whether that is in percent."""
+        return self.metric is None and self.loss is None
+
+    def told(self, error: float) -> str:
+        """Such an error with its unit, "1.20 %" or "0.0123"."""
+        return f"{error:.2f} %" if self.in_percent else f"{error:.5g}"
 
     def drop_rate(self, gate: str) -> float:
         """p of the gates with this name."""
@@ -115,6 +136,7 @@ class Recipe(Fields):
         """A hash of all that changes the result: every field but the name. The order of patterns counts."""
         values = sorted(self.to_dict().items())
         told = [(n, list(v.items()) if isinstance(v, dict) else v) for n, v in values if n != "name"]
+        told = [(n, v) for n, v in told if n not in _LATER or v != FIELDS[n].default]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
@@ -136,6 +158,8 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """
     out = []
     for name in dict.fromkeys((*there, *here)):
+        if name in _LATER and len({json.dumps(side.get(name, FIELDS[name].default)) for side in (there, here)}) == 1:
+            continue
         if name not in there or name not in here or json.dumps(there[name]) != json.dumps(here[name]):
             a, b = (in_words(side[name]) if name in side else "absent" for side in (there, here))
             out.append(f"`{name}` is {a} there and {b} here")

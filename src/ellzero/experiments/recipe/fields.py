@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, Union, final, get_args, get_origin
 
 from ellzero.experiments import networks
 from ellzero.experiments.data import KNOWN
+from ellzero.experiments.data.importing import is_code
+from ellzero.experiments.data.own import WORDS, is_own
 
 
 @final
@@ -51,6 +53,7 @@ Share = Annotated[float, Range("a fraction of the dense cost in (0, 1]", lambda 
 Count = Annotated[int, Range("an integer of at least 1", lambda n: n >= 1)]
 CountOrZero = Annotated[int, Range("an integer of at least 0", lambda n: n >= 0)]
 Epochs = tuple[Count, ...]
+Code = Annotated[str, Range("a function of your own, MODULE:FUNCTION", is_code)]
 _LARGEST = 1e30
 
 
@@ -80,8 +83,8 @@ def checked(hint: Any, name: str, value: Any) -> Any:
         kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):  # one value, or one by pattern, or none
         many = next((part for part in parts if get_origin(part) is dict), parts[0])
-        optional = value is None and NoneType in parts
-        return None if optional else checked(many if isinstance(value, Mapping) else parts[0], name, value)
+        as_it_is = (value is None and NoneType in parts) or any(value in get_args(p) for p in parts if _is_literal(p))
+        return value if as_it_is else checked(many if isinstance(value, Mapping) else parts[0], name, value)
     if kind is dict:
         return _by_pattern(parts[1], name, value)
     if kind is tuple:
@@ -96,6 +99,10 @@ def checked(hint: Any, name: str, value: Any) -> Any:
     if not right or not span.accepts(value):
         raise _refusal(name, span.words, value)
     return float(value) if kind is float else value
+
+
+def _is_literal(hint: Any) -> bool:
+    return get_origin(hint) is Literal
 
 
 def _by_pattern(hint: Any, name: str, value: Any) -> dict[str, Any]:
@@ -127,7 +134,8 @@ _NAME = Range(
     lambda word: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", word) is not None,
 )
 _NETWORK = Range(networks.names(), lambda word: networks.lookup(word) is not None)
-_DATA = Range(" or ".join(f'"{name}"' for name in KNOWN), KNOWN.__contains__)
+_OFFERED = ", ".join(f'"{name}"' for name in KNOWN)
+_DATA = Range(f"{_OFFERED}, {WORDS}", lambda word: word in KNOWN or is_own(word))
 
 # What several fields need, to act or (`strict`) to make sense. In all rules `r` is the recipe.
 _GATES = Needs(lambda r: r.placement is not None, "without gates (`placement`)", strict=True)
@@ -151,9 +159,28 @@ class Fields:
         str,
         _DATA,
         f"{_DATA.words}.",
-        Rule(lambda r: KNOWN[r.data].shape == r.facts.images, "must be {fitting} for {network!r}, got {data!r}"),
+        Rule(
+            lambda r: r.data not in KNOWN or r.facts.images in (None, KNOWN[r.data].shape),
+            "must be {fitting} for {network!r}, got {data!r}",
+        ),
     ]
-    init: Annotated[Literal["2018", "2021"], "how weights are drawn: as the paper of that year does."] = "2018"
+    loss: Annotated[
+        Code | None,
+        "of the task, MODULE:FUNCTION of (output, target); none for the cross-entropy of classes.",
+    ] = None
+    metric: Annotated[
+        Code | None,
+        "what is noted as the error, MODULE:FUNCTION of (all outputs, all targets) of the test set; lower is better. "
+        "None for the percentage of wrong classes, or the loss where that is your own.",
+    ] = None
+    init: Annotated[
+        Literal["2018", "2021", "own"],
+        'how weights are drawn: as the paper of that year does, or "own" for as the network\'s own code does.',
+        Rule(
+            lambda r: r.init == "own" or not r.facts.own,
+            'must be "own" for {network!r}, whose code draws or loads its weights, got "{init}"',
+        ),
+    ] = "2018"
     dropout: Annotated[
         Rate,
         "rate on the hidden layer of every block of a WRN.",
@@ -234,7 +261,11 @@ class Fields:
     # optimization
     optimizer: Annotated[Literal["adam", "sgd"], '"adam" or "sgd", for weights and gates.'] = "adam"
     lr: Annotated[Positive, "learning rate of the weights."] = 1e-3
-    gate_lr: Annotated[Positive | None, "learning rate of the gates; none for that of the weights.", _ON_GATES] = None
+    gate_lr: Annotated[
+        Positive | Literal["auto"] | None,
+        'learning rate of the gates; none for that of the weights, "auto" for one that fits the steps.',
+        _ON_GATES,
+    ] = None
     momentum: Annotated[Rate, 'of "sgd".', Needs(lambda r: r.optimizer == "sgd", 'but with `optimizer` "sgd"')] = 0.9
     nesterov: Annotated[
         bool,
@@ -254,10 +285,18 @@ class Fields:
             "must be less than 1 with `milestones`, after which it acts, got {decay}",
         ),
     ] = 1.0
+    cosine: Annotated[
+        bool,
+        "whether learning rates fall to zero on a cosine over the epochs.",
+        Needs(lambda r: r.finetune_epochs == 0, "with `finetune_epochs`, in which they fall anew", strict=True),
+    ] = False
     decay_gates: Annotated[
         bool,
         "whether the gates' learning rate decays too.",
-        Needs(lambda r: r.placement is not None and bool(r.milestones), "without gates and `milestones`"),
+        Needs(
+            lambda r: r.placement is not None and (r.cosine or bool(r.milestones)),
+            "without gates, and `milestones` or `cosine`",
+        ),
     ] = True
     l2: Annotated[
         NotNegative, 'of ½·l2·‖w‖², which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.'

@@ -15,8 +15,9 @@ from torch import nn
 
 from ellzero import gates
 from ellzero.experiments import networks
-from ellzero.experiments.data import Dataset, scaled
+from ellzero.experiments.data import Dataset, OwnError
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train import fitting
 from ellzero.experiments.train.stepping.stack import NORMS, Part, l2_of_weights
 from ellzero.gated import placements
 from ellzero.gated.attaching import attach
@@ -26,6 +27,7 @@ from ellzero.objectives import costs, duals
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.lagrangian import Lagrangian
 from ellzero.out import finalization
+from ellzero.out.budget import FASTEST, TRAVEL
 
 COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
 
@@ -43,19 +45,25 @@ _TRACED: dict[tuple[type, str, torch.Size], Graph] = {}  # runs that differ in t
 
 def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
     """The network of a recipe, initialised by its seed: a `Gated`, or the plain one of a recipe without gates."""
+    if not dataset.classes and not recipe.facts.own:
+        raise OwnError(
+            f"only labels tell the classes of `{recipe.data}`: `network` must be of your own, MODULE:FUNCTION"
+        )
     torch.manual_seed(recipe.seed)
     model = recipe.facts.make(len(dataset.classes), recipe.dropout)
+    fitting.refuse_unfit(recipe, model, dataset)
     gated = None
     if recipe.placement is not None:
         rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
         makers = {p: partial(gates.HardConcreteGate, drop_rate=r, rule=rule) for p, r in recipe.drop_rates.items()}
-        x = scaled(dataset.train_x[:2].cpu())
+        x = dataset.example(2)
         alike = type(model), str(model), x.shape
-        gated = attach(model, (x,), gate=makers, where=where(recipe), graph=_TRACED.get(alike))
+        known = None if recipe.facts.own else _TRACED.get(alike)  # code of the user's need not show what differs
+        gated = attach(model, (x,), gate=makers, where=where(recipe), graph=known)
         _TRACED[alike] = gated.graph
     if recipe.init == "2018":
         networks.initialize_2018(model)
-    else:
+    elif recipe.init == "2021":
         # Gates of `per_layer` have the name of the layer whose weights make up for them; others belong to no one layer.
         names = [name for name, _ in gated.named_gates()] if gated and recipe.placement != "shrinkable" else []
         networks.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
@@ -101,12 +109,18 @@ def _by_pattern(value: float | Mapping[str, float] | None) -> dict[str, float]:
     return {} if value is None else dict(value) if isinstance(value, Mapping) else {"*": value}
 
 
+def gate_rate(recipe: Recipe, steps: int) -> float | None:
+    """The learning rate of the gates, None for that of the weights, in so many steps in which they learn."""
+    return min(FASTEST, TRAVEL / max(1, steps)) if recipe.gate_lr == "auto" else recipe.gate_lr
+
+
 def dual_optimizer(recipe: Recipe, steps: int) -> duals.AbstractDual:
     """What moves the multipliers of a recipe, in a run of so many steps."""
     lr = 1e-4 if recipe.dual_lr is None else recipe.dual_lr
     match recipe.dual:
         case "auto":
-            return duals.SelfPacedAscent(steps, recipe.lr if recipe.gate_lr is None else recipe.gate_lr)
+            rate = gate_rate(recipe, steps)
+            return duals.SelfPacedAscent(steps, recipe.lr if rate is None else rate)
         case "nupi":
             return duals.NuPI(kp=recipe.kp, ki=lr, nu=recipe.nu)
         case "extrapolation":

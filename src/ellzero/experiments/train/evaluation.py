@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.building import COSTS, architecture
+from ellzero.experiments.train.fitting import measured
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.gated.module import Gated
@@ -41,13 +42,12 @@ def evaluate(trainer: Trainer, chunk: int | None = None) -> dict[str, Tensor]:
 @torch.no_grad()
 def _error(trainer: Trainer, values: dict[str, Tensor], chunk: int | None = None) -> Tensor:
     trainer.runs.eval()
-    chunk, data = chunk or trainer.policy.test_batch, trainer.data
-    wrong = torch.zeros(trainer.runs.size, device=trainer.device)
-    pairs = list(zip(data.test_x.split(chunk), data.test_y.split(chunk), strict=True))
-    for x, y in pairs[trainer.rank :: trainer.policy.ranks]:
-        logits = trainer.runs.evaluate(Objective.logits, trainer.supply.scaled(x), values=values)
-        wrong += (logits.argmax(-1) != y).sum(1)
-    return 100 * parallel.total(wrong) / len(data.test_y)
+
+    def answer(x: Tensor) -> Tensor:
+        return trainer.runs.evaluate(Objective.logits, trainer.supply.scaled(x), values=values)
+
+    chunk, ranks = chunk or trainer.policy.test_batch, trainer.policy.ranks
+    return measured(trainer.recipe, trainer.data, answer, chunk, trainer.rank, ranks)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ellzero.experiments.data import Dataset
+from ellzero.experiments.data import Dataset, Tensors, stand_in
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
@@ -124,7 +124,7 @@ def train_epoch(trainer: Trainer) -> Iterator[Tensor]:
     if trainer.gates:  # in tuning the gates stay at their test-time values and only the weights move
         trainer.runs.template.network.training = not trainer.step.fixed
     set_rates(trainer.optimizer, *trainer.policy.rates(trainer.epoch))
-    order, noise = trainer.supply.epoch(trainer.epoch)
+    order, noise = trainer.supply.epoch(trainer.epoch, trainer.position)
     while trainer.position < trainer.policy.steps_per_epoch:
         loss = trainer.take(order[trainer.position], noise[trainer.position])
         trainer.summed += 1
@@ -140,8 +140,16 @@ def train_epoch(trainer: Trainer) -> Iterator[Tensor]:
     trainer.seconds += time.perf_counter() - started
 
 
-def restore(folder: Folder, dataset: Dataset) -> Trainer:
-    """The newest state in a folder, to look at. A CheckpointError says that there is none that can be read."""
+def noise_like(folder: Folder, images: int) -> Tensors:
+    """Noise that stands in for the data of a run."""
+    return stand_in(folder.recipes[0].data, images, record=folder.about.get("own", {}).get("data"))
+
+
+def restore(folder: Folder, dataset: Dataset | None = None) -> Trainer:
+    """The newest state in a folder, to look at; without its data it cannot be tested. A CheckpointError says that there
+    is none that can be read.
+    """
+    dataset = noise_like(folder, folder.recipes[0].batch) if dataset is None else dataset
     trainer = Trainer(folder.recipes, dataset)
     if not saver.resume(trainer, folder, cut=False):
         raise checkpoint.CheckpointError(f"there is no checkpoint in {str(folder.path)!r} yet")

@@ -29,6 +29,8 @@ def refuse(recipes: Sequence[Recipe], images: int, ranks: int) -> None:
     for name in ALONE:
         if plain[name] and len(recipes) > 1:
             raise ValueError(f"`{name}` cannot be in a stack: train its seeds one after the other")
+    if r.is_own and len(recipes) > 1:
+        raise ValueError("code of your own cannot be in a stack: train its seeds one after the other")
     if images < r.batch:
         raise ValueError(f"`batch` must be at most the {images} training images, got {r.batch}")
     if ranks > 1 and len(recipes) > 1:
@@ -49,6 +51,7 @@ class Policy:
     runs: int = 1
     ranks: int = 1  # processes that train it
     on_gpu: bool = False
+    plain: bool = False  # whether every step is taken as it is
 
     @property
     def steps_per_epoch(self) -> int:
@@ -71,7 +74,8 @@ class Policy:
     @property
     def test_batch(self) -> int:
         """How many test images are looked at together."""
-        return self.recipe.facts.test_batch if self.on_gpu else _TEST_BATCH
+        most = self.recipe.facts.test_batch
+        return self.recipe.batch if most == 0 else most if self.on_gpu else _TEST_BATCH
 
     def turns(self, epoch: int, fixed: bool) -> bool:
         """Whether the epochs with gates that learn are over, and something comes after them that has not begun."""
@@ -86,7 +90,13 @@ class Policy:
         """By what learning rates are multiplied: where milestones count, and everywhere (tuning lets them fall)."""
         r = self.recipe
         left = 1 - (epoch - r.epochs) / r.finetune_epochs if epoch > r.epochs else 1.0
-        return r.decay ** sum(m <= epoch for m in r.milestones), left
+        falling = (1 + math.cos(math.pi * epoch / r.epochs)) / 2 if r.cosine else 1.0
+        return falling * r.decay ** sum(m <= epoch for m in r.milestones), left
+
+    @property
+    def captures(self) -> bool:
+        """Whether a step is captured, and replayed from then on."""
+        return self.on_gpu and self.ranks == 1 and not self.plain
 
     def compiles(self, epoch: int) -> bool:
         """Whether a step that is made then is compiled: as the recipe says, or if that pays until it is made anew."""

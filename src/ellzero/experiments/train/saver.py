@@ -17,6 +17,7 @@ from torch import Tensor
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.train import fitting
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.out import shrinking
@@ -150,6 +151,8 @@ def _take_up(trainer: Trainer, folder: Folder, found: checkpoint.Checkpoint, cut
             raise checkpoint.CheckpointError(
                 f"{str(folder.path)!r} was trained with {then} {what} and goes on with as many, got {now}"
             )
+    for message in fitting.changes(folder.about, trainer.recipe, trainer.data) if trainer.rank == 0 else ():
+        warnings.warn(message, stacklevel=3)
     threads = torch.get_num_threads()
     if cut and trainer.device.type == "cpu" and (then := found.state.get("threads", threads)) != threads:
         why = f"sums are rounded otherwise; OMP_NUM_THREADS={then} gives the run that was begun, to the bit"

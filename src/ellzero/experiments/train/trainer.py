@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.train import building, policy
+from ellzero.experiments.train import building, fitting, policy
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.stepping.batches import Supply
 from ellzero.experiments.train.stepping.stack import Objective, Runs
@@ -46,10 +46,11 @@ class Trainer:
     def __init__(self, recipes: Sequence[Recipe], dataset: Dataset) -> None:
         self.recipes, self.data = list(recipes), dataset
         self.recipe = recipe = self.recipes[0]
-        self.device = dataset.train_x.device
-        self.rank, ranks, images = parallel.rank(), parallel.ranks(), len(dataset.train_x)
+        self.device = dataset.device
+        self.rank, ranks, images = parallel.rank(), parallel.ranks(), dataset.sizes[0]
         policy.refuse(self.recipes, images, ranks)
-        self.policy = policy.Policy(recipe, images, len(self.recipes), ranks, self.device.type == "cuda")
+        plain, on_gpu = fitting.goes_plainly(recipe, dataset), self.device.type == "cuda"
+        self.policy = policy.Policy(recipe, images, len(self.recipes), ranks, on_gpu, plain)
         networks = [building.build(r, dataset, self.device) for r in self.recipes]
         torch.manual_seed(int(np.random.SeedSequence([recipe.seed, self.rank]).generate_state(1)[0]))  # of dropout
         self.gates, size = list[str](), 0  # names of those of one run, and how many they are
@@ -59,7 +60,8 @@ class Trainer:
                 building.refuse_unreachable(r, networks[0])
         self.supply = Supply(self.recipes, dataset, max(1, size))
         parts = building.parts(self.recipes, self.gates)
-        self.runs = Runs([Objective(network, parts, recipe.precision == "bfloat16") for network in networks])
+        autocast, loss = recipe.precision == "bfloat16", fitting.loss_of(recipe)
+        self.runs = Runs([Objective(network, parts, autocast, loss) for network in networks])
         self.runs.to(self.device)
         if recipe.channels_last:
             self.runs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -67,7 +69,7 @@ class Trainer:
         self.lagrangian = building.lagrangian(
             self.recipes, parts, dense, images=images, steps=steps, device=self.device
         )
-        self.optimizer = make_optimizer(recipe, self.runs, self.device)
+        self.optimizer = make_optimizer(recipe, self.runs, self.device, building.gate_rate(recipe, steps))
         self.average = Average(self.runs.values(), recipe.ema, self.policy.average_begins)
         self.step = Step(recipe, self.runs, self.lagrangian, self.optimizer, self.average, self.device)
         self.epoch = self.position = 0  # epochs that are done, and steps in the present one
@@ -109,7 +111,7 @@ class Trainer:
         """Makes the step anew: as it is, then captured; compiled where that pays."""
         self.step.prepare(compile=self.policy.compiles(self.epoch), ranks=self.policy.ranks)
         self.take: Callable[[Tensor, Tensor], Tensor] = self._take
-        if self.policy.on_gpu and self.policy.ranks == 1:
+        if self.policy.captures:
             self.take = Captured(self._take)
 
     def _take(self, index: Tensor, noise: Tensor) -> Tensor:

@@ -117,7 +117,8 @@ class Bar(AbstractWatcher):
 
     def _summary(self, records: Sequence[Mapping[str, Any]]) -> str:
         mean = "" if len(records) == 1 else "mean "
-        parts = [f"{mean}error {statistics.fmean(r['error'] for r in records):.2f} %"]
+        own = self._recipes[0]
+        parts = [f"{mean}{own.error} {own.told(statistics.fmean(r['error'] for r in records))}"]
         kept = [r["kept"] for r in records if "kept" in r]
         for name, cost in (("density", "l0_norm"), ("MACs", "macs")) if kept else ():
             parts.append(f"{name} {100 * statistics.fmean(k[cost] for k in kept):.1f} %")

@@ -6,14 +6,14 @@ of its own. This file knows recipes and data; it does not know networks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ellzero.experiments.data import Dataset, augment, epoch_generator, scaled, shuffled
+from ellzero.experiments.data import Dataset, Samples, Tensors, augment, epoch_generator, shuffled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import processes as parallel
 
@@ -25,34 +25,49 @@ class Supply:
     def __init__(self, recipes: Sequence[Recipe], dataset: Dataset, gates: int) -> None:
         self.recipes, self.data, self.gates = recipes, dataset, gates  # gates of one run
         self.recipe = recipes[0]
-        # Scaled once and for all, or bytes that every epoch crops and flips anew.
-        self._images = dataset.train_x.clone() if self.recipe.augment else self._scaled(dataset.train_x)
+        self._stream: Iterator[tuple[Tensor, Tensor]] = iter(())  # of samples that are made one by one
+        self._images = torch.zeros(0)
+        if isinstance(dataset, Tensors):
+            # Scaled once and for all, or bytes that every epoch crops and flips anew.
+            self._images = dataset.train_x.clone() if self.recipe.augment else self._scaled(dataset.train_x)
+        if self.recipe.augment and (self._images.dtype is not torch.uint8 or self._images.ndim != 4):
+            raise ValueError(
+                f"`augment` must be false for {self.recipe.data!r}, which are no images of bytes in memory"
+            )
 
-    def epoch(self, number: int) -> tuple[Tensor, Tensor]:
-        """The order of the images, (steps, runs, batch), and the gates' noise, (steps, runs, draws, gates)."""
-        images, order, noise = self.data.train_x, [], []
+    def epoch(self, number: int, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """The order of the images, (steps, runs, batch), and the gates' noise, (steps, runs, draws, gates); who takes
+        up an epoch says at which step it begins.
+        """
+        device, order, noise = self.data.device, [], []
         for recipe in self.recipes:
             drawn = epoch_generator(recipe.seed, number)
-            generator = torch.Generator(images.device).manual_seed(int(torch.randint(2**62, (), generator=drawn)))
-            if recipe.augment:
-                augment(images, drawn, out=self._images)
-            batches = shuffled(len(images), recipe.batch, generator)
+            generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=drawn)))
+            if recipe.augment and isinstance(self.data, Tensors):
+                augment(self.data.train_x, drawn, out=self._images)
+            batches = shuffled(self.data.sizes[0], recipe.batch, generator)
             order.append(batches.chunk(parallel.ranks(), 1)[parallel.rank()])
             if parallel.rank():
                 own = np.random.SeedSequence([recipe.seed, number, parallel.rank()]).generate_state(1, np.uint64)[0]
                 generator.manual_seed(int(own) >> 1)
             shape = (len(batches), recipe.samples * (2 if recipe.extra_gradient else 1), self.gates)
-            noise.append(torch.rand(shape, generator=generator, device=images.device))
+            noise.append(torch.rand(shape, generator=generator, device=device))
+        if isinstance(self.data, Samples):
+            self._stream = self.data.batches(order[0], (self.recipe.seed, number, parallel.rank()), begin)
         return torch.stack(order, 1), torch.stack(noise, 1)
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Images and labels of one step, (runs, batch, …), in the epoch that was drawn last."""
-        x = self._images[index]
+        if isinstance(self.data, Tensors):
+            x, y = self._images[index], self.data.train_y[index]
+        else:  # they come in that order
+            x, y = next(self._stream)
+            x, y = self._scaled(x)[None], y[None]
         if self.recipe.augment:
             x = self._scaled(x.flatten(0, 1)).view(x.shape)
         if self.recipe.channels_last:  # there is one run, so the leading dimension is in nobody's way
             x = x[0].contiguous(memory_format=torch.channels_last)[None]
-        return x, self.data.train_y[index]
+        return x, y
 
     def scaled(self, images: Tensor) -> Tensor:
         """Bytes as the network takes them: scaled and laid out as the recipe says."""
@@ -60,5 +75,4 @@ class Supply:
         return x.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else x
 
     def _scaled(self, images: Tensor) -> Tensor:
-        standard = () if self.recipe.scaling == "unit" else (self.data.mean, self.data.std)
-        return scaled(images, *standard)
+        return self.data.inputs(images, standard=self.recipe.scaling == "standard")

@@ -38,10 +38,19 @@ class Objective(nn.Module):
     Costs are fractions of those of the dense network, one for each part; norms are as they are.
     """
 
-    def __init__(self, network: nn.Module, parts: Sequence[Part], autocast: bool = False) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        parts: Sequence[Part],
+        autocast: bool = False,
+        task: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,  # the loss, of outputs and targets
+    ) -> None:
         super().__init__()
         self.network, self.parts = network, tuple(parts)
-        self.autocast = autocast  # the network in bfloat16 where that is safe, in training; not loss and costs
+        self.task, self.autocast = (
+            task,
+            autocast,
+        )  # the network in bfloat16 where that is safe, in training; not loss and costs
         self.has_gates = isinstance(network, Gated)
         self.dense = [1.0 if c in NORMS else costs.dense(costs.only(c, only), self.gated) for c, only in parts]
         self.whole = [costs.dense(c, self.gated) for c in WATCHED] if self.has_gates else []
@@ -59,7 +68,7 @@ class Objective(nn.Module):
         """The task loss of a batch, and the costs."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             logits = self.network(x, gate_noise=noise) if self.has_gates else self.network(x)
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), self.costs()
+        return self.task(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), self.costs()
 
     def logits(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.network(x))

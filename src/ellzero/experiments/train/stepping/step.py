@@ -53,7 +53,7 @@ class Average:
         return {n: v / correction for n, v in self.tensors.items()}
 
 
-def make_optimizer(recipe: Recipe, runs: Runs, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(recipe: Recipe, runs: Runs, device: torch.device, gate_lr: float | None) -> torch.optim.Optimizer:
     """Weights, and gates with a learning rate of their own. Where eq. 17 acts on weights, no other decay does."""
     r, on_gpu, template = recipe, device.type == "cuda", runs.template
     acts = r.l2 > 0  # eq. 17, on gates and on the weights that they count
@@ -63,7 +63,7 @@ def make_optimizer(recipe: Recipe, runs: Runs, device: torch.device) -> torch.op
     if template.has_gates:
         counted = 0.0 if acts else None
         rules = template.gated.param_groups(
-            lr=r.lr, gate_lr=r.gate_lr, weight_decay=r.l2, gate_weight_decay=0.0, counted_weight_decay=counted
+            lr=r.lr, gate_lr=gate_lr, weight_decay=r.l2, gate_weight_decay=0.0, counted_weight_decay=counted
         )
     rule_of = {id(p): rule for rule in rules for p in rule["params"]}
     values = runs.values()
@@ -72,7 +72,7 @@ def make_optimizer(recipe: Recipe, runs: Runs, device: torch.device) -> torch.op
     for name, own in template.named_parameters():
         rule = rule_of[id(own)]
         rate, decay = rule["lr"], rule["weight_decay"]
-        decays = rule["name"] != "gates" or r.decay_gates or not r.milestones
+        decays = rule["name"] != "gates" or r.decay_gates or not (r.milestones or r.cosine)
         by_eq_17 = acts and rule["name"] != "weights"
         new = {"rate": rate, "decays": decays, "by_eq_17": by_eq_17, "params": [], "weight_decay": decay}
         new["lr"] = torch.tensor(rate, device=device) if on_gpu else rate  # a captured step reads it each time
