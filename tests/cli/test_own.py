@@ -25,7 +25,7 @@ from ellzero.experiments.papers import unnamed
 from ellzero.experiments.store.checkpoint import steps
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.building import build
-from ellzero.experiments.train.loop import train
+from ellzero.experiments.train.loop import restore, train
 from support import ROOT
 from support.own import CODE, module
 from support.processes import until
@@ -124,22 +124,52 @@ def dataset_of(own: str, index: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_recipe_of_nothing_else_is_a_budgets(own: str) -> None:
-    r = unnamed({"network": f"{own}:make", "data": f"{own}:tensors", "at_most": 0.3, "epochs": 8, "batch": 20})
-    assert (r.name, r.settle_at, r.init, r.on, r.gate_lr, r.cost) == ("mine-make", 2, "own", "kept", "auto", "macs")
+    r = unnamed({"network": f"{own}:make", "data": f"{own}:tensors", "at_most": 0.3, "epochs": 10, "batch": 20})
+    assert (r.name, r.init, r.on, r.gate_lr, r.cost) == ("mine-make", "own", "kept", "auto", "macs")
     trainer = train([r], load(r.data))
     rates = {group["rate"] for group in trainer.optimizer.param_groups}
-    assert rates == {1e-3, 0.1}  # 25 / 12 steps would be more than `Budget` allows
     gated: Any = trainer.network(0)
-    budget = l0.Budget(l0.attach(find(f"{own}:make")(), torch.randn(2, 1, 6, 6)), macs=0.3, steps=8 * 6)
-    assert (budget.settles, budget.gate_lr) == (2 * 6, 0.1)
+    budget = l0.Budget(l0.attach(find(f"{own}:make")(), torch.randn(2, 1, 6, 6)), macs=0.3, steps=10 * 6)
+    assert rates == {1e-3, budget.gate_lr}
+    assert (r.settle_at or 0) * 6 == budget.settles
     assert l0.macs(gated, kept=True) <= 0.3 * l0.dense(l0.macs, gated)
-    cosine = [0.5 * (1 + np.cos(np.pi * e / 8)) for e in range(8)]
-    assert [trainer.policy.rates(e)[0] for e in range(8)] == pytest.approx(cosine)
+    cosine = [0.5 * (1 + np.cos(np.pi * e / 10)) for e in range(10)]
+    assert [trainer.policy.rates(e)[0] for e in range(10)] == pytest.approx(cosine)
     # Its own weights are those that it begins with: nobody draws them anew.
     torch.manual_seed(0)
     fresh = find(f"{own}:make")()
     begun: Any = build(r, load(r.data), torch.device("cpu"))
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), begun.model.parameters(), strict=True))
+
+
+def test_what_cannot_be_sliced_alive_is_masked_to_the_end(own: str, tmp_path: Path, run: Run) -> None:
+    grouped = CODE.replace("nn.Conv2d(8, 12, 3, padding=1)", "nn.Conv2d(8, 12, 3, padding=1, groups=4)")
+    with module(tmp_path, own, grouped):
+        code, _, err = run("train", "--network", f"{own}:make", "--data", f"{own}:tensors", *ASKED, "--out", "r")
+        assert code == 0, err
+        assert "settled and masked, not shrunk" in err
+        assert "a grouped convolution" in err
+        folder = Folder.open("r")
+        (result,) = folder.results() or []
+        assert result["costs"]["macs"]["kept"] <= 0.3
+        # Nothing was closed after the gates settled: what trained on is what is handed over.
+        assert len({json.dumps(h["open"]) for h in folder.history() if h["tuning"]}) == 1
+        network: Any = restore(folder).network(0)
+        small = l0.load(find(f"{own}:make")(), Path("r/compact.safetensors")).eval()
+        x = find(f"{own}:drawn")(9, 5)[0]
+        torch.testing.assert_close(small(x), network(x))
+        assert sum(p.numel() for p in small.parameters()) == l0.params(network, kept=True)
+
+
+def test_a_model_that_cannot_be_traced_is_refused_in_a_line(own: str, tmp_path: Path, run: Run) -> None:
+    with module(
+        tmp_path,
+        own,
+        CODE.replace("        return self.fc(", "        if h.sum() > 0: h = 2 * h\n        return self.fc("),
+    ):
+        code, _, err = run("train", "--network", f"{own}:make", "--data", f"{own}:tensors", *ASKED)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "`torch.export` cannot trace the model" in err
 
 
 def test_a_sweep_over_two_targets_and_a_file(own: str, tmp_path: Path, run: Run) -> None:

@@ -195,7 +195,7 @@ def error_of(network: nn.Module, recipe: Recipe, dataset: Dataset) -> float:
     def answer(x: Tensor) -> Tensor:
         return cast(Tensor, network(dataset.inputs(x, standard=standard)))[None]
 
-    return float(measured(recipe, dataset, answer, chunk).double())
+    return float(measured(recipe, dataset, answer, chunk))
 
 
 def loading(recipe: Recipe, file: Path, images: Tensors) -> list[str]:

@@ -5,7 +5,11 @@ This file knows recipes, networks, gates and costs; it trains nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import io
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -59,7 +63,8 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
         x = dataset.example(2)
         alike = type(model), str(model), x.shape
         known = None if recipe.facts.own else _TRACED.get(alike)  # code of the user's need not show what differs
-        gated = attach(model, (x,), gate=makers, where=where(recipe), graph=known)
+        with _brief():
+            gated = attach(model, (x,), gate=makers, where=where(recipe), graph=known)
         _TRACED[alike] = gated.graph
     if recipe.init == "2018":
         networks.initialize_2018(model)
@@ -68,6 +73,19 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
         names = [name for name, _ in gated.named_gates()] if gated and recipe.placement != "shrinkable" else []
         networks.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
     return (gated or model).to(device)
+
+
+@contextmanager
+def _brief() -> Iterator[None]:
+    """Drops what torch logs, and where it fails prints, of a model that it cannot trace: the error is a line."""
+    logged = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()) as printed:
+            yield
+    finally:
+        logging.disable(logged)
+    sys.stderr.write(printed.getvalue())
 
 
 def architecture(gated: Gated) -> dict[str, int]:

@@ -47,7 +47,7 @@ def _error(trainer: Trainer, values: dict[str, Tensor], chunk: int | None = None
         return trainer.runs.evaluate(Objective.logits, trainer.supply.scaled(x), values=values)
 
     chunk, ranks = chunk or trainer.policy.test_batch, trainer.policy.ranks
-    return measured(trainer.recipe, trainer.data, answer, chunk, trainer.rank, ranks)
+    return measured(trainer.recipe, trainer.data, answer, chunk, trainer.rank, ranks).float()
 
 
 @contextmanager

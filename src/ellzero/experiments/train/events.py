@@ -45,7 +45,8 @@ def shrink(trainer: Trainer) -> None:
 
 def settle(trainer: Trainer) -> None:
     """Ends the gates' learning on the way (`out.settling`), takes out what is closed, and trains the rest on as a plain
-    small network; notes it as `event`.
+    small network; notes it as `event`. Where a network cannot be sliced alive, closed units stay as masks, to
+    the same end.
     """
     gated, r = trainer.gated, trainer.recipe
     learned = trainer.runs.evaluate(Objective.watched, values=trainer.values())[0].tolist()  # all that the gates have
@@ -55,7 +56,10 @@ def settle(trainer: Trainer) -> None:
     trainer.event = {**shrinking.event(gated, plan), **before, "skipped": False, "settled": True}
     # There was another network before.
     trainer.average.active = bool(trainer.average.tensors) and trainer.epoch < r.epochs
-    trainer.take_out(plan)
+    try:
+        trainer.take_out(plan)
+    except ValueError as error:  # a grouped convolution, say; nothing has changed
+        trainer.event["masked"] = str(error)
     trainer.fix()
 
 

@@ -136,6 +136,8 @@ def _shrunk(record: Mapping[str, Any]) -> str:
     before, after = (f"{100 * event['macs'][when]:.1f} %" for when in ("before", "after"))
     first = "not " if event["skipped"] else "settled and " if event.get("settled") else ""
     why = ": too little to gain" if event["skipped"] else ""
+    if event.get("masked"):
+        first, why = "settled and masked, not ", f": {event['masked']}"
     return f"after epoch {record['epoch']}, {first}shrunk from {before} to {after} of the dense MACs{why}"
 
 
