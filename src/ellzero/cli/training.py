@@ -98,14 +98,12 @@ def train(
 
     $ ellzero train demo
     $ ellzero train gallego-mlp --at-most 0.2 --epochs 100 --seed 3 --out runs/fifth
-    $ ellzero train mine.toml --data-dir ~/data
     $ ellzero train --network my_module:make --data my_module:load --cost macs --at-most 0.3
     $ ellzero train --resume runs/demo-seed0
 
-    Without RECIPE, `--network` and `--data` say what is trained, your own or the library's; the rest is as
-    `ellzero.Budget` has it. Ctrl-C ends it after the step, and saves. The run's folder then holds its recipe, history,
-    checkpoints and results, compact.safetensors, the small network, and page.html, which shows the run (with the extra
-    `page`).
+    Without RECIPE, what is not said is as `ellzero.Budget` has it. Ctrl-C ends it after the step, and saves. The run's
+    folder then holds its recipe, history, checkpoints and results, compact.safetensors, the small network, and
+    page.html, which shows the run (with the extra `page`).
 
     Args:
         recipe: name of a recipe (`ellzero recipes` lists them), or a TOML file.
@@ -138,9 +136,8 @@ def train(
             if processes.rank() == 0:
                 _finish(run, trainer.network(0), dataset, json)
     except processes.ProcessError as error:
-        begun = (run.path / "run.json").exists()
-        hint = f"; it goes on from its newest checkpoint with: {_again(run.path)}" if begun else ""
-        raise CommandError(f"{error}{hint}", FAILED) from error
+        hint = f"; it goes on from its newest checkpoint with: {_again(run.path)}"
+        raise CommandError(f"{error}{hint * (run.path / 'run.json').exists()}", FAILED) from error
 
 
 def _new(recipe: str | None, out: str | None, fields: Any) -> Folder:

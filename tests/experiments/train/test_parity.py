@@ -62,7 +62,7 @@ def by_hand(
 def by_recipe(trainer: Trainer) -> None:
     """The recipe's own loop, in float64 and with the same noise."""
     epoch = trainer.supply.epoch
-    trainer.supply.epoch = lambda number: tuple(  # type: ignore[method-assign,assignment]
+    trainer.supply.epoch = lambda number, begin=0: tuple(  # type: ignore[method-assign,assignment]
         t.double() if t.is_floating_point() else t for t in epoch(number)
     )
     for _ in range(trainer.recipe.epochs):
