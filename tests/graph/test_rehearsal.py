@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph.axes import Graph
-from ellzero.graph.rehearsal import agree, masked_weights, proven
+from ellzero.graph.plan import make_plan
+from ellzero.graph.rehearsal import closed, proven
+from ellzero.graph.running import agree
 from ellzero.graph.tracing import as_inputs
 from support.zoo import MLP, FeedForward, LeNet, ResNet
 
@@ -101,15 +103,33 @@ def test_a_model_that_only_takes_float32_is_tried_in_float32() -> None:
     assert reasons(Single(4, 5, 3), torch.zeros(2, 4))["layers.0"] is None
 
 
-def test_masked_weights() -> None:
+def test_closed_units_are_zeros_in_what_reads_them_and_come_back() -> None:
     model = MLP(2, 3, 2)
     graph = l0.graph.trace(model, torch.zeros(1, 2))
     alive = np.ones(graph.offsets[-1], dtype=bool)
     alive[1] = False
-    masked = masked_weights(model, graph, alive)["layers.1.weight"]
-    expected = model.layers[1].weight.detach().clone()
-    expected[:, 1] = 0
-    assert torch.equal(masked, expected)
+    before = copy.deepcopy(model.state_dict())
+    with closed(model, graph, alive):
+        expected = {name: t.clone() for name, t in before.items()}
+        expected["layers.1.weight"][:, 1] = 0
+        assert all(torch.equal(t, expected[name]) for name, t in model.state_dict().items())
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_closed_units_of_a_network_without_some_of_them() -> None:
+    """The oracle: closed in the whole network, then removed."""
+    model = MLP(2, 5, 2)
+    graph = l0.graph.trace(model, torch.zeros(1, 2))
+    done = np.ones(graph.offsets[-1], dtype=bool)
+    done[[0, 3]] = False
+    plan = make_plan(graph, done)
+    small = copy.deepcopy(model)
+    plan.apply(small)
+    alive = done.copy()
+    alive[2] = False
+    with closed(model, graph, alive), closed(small, graph, alive, plan):
+        assert torch.equal(small.layers[1].weight, model.layers[1].weight[:, [1, 2, 4]])
+        assert not small.layers[1].weight[:, 1].any()
 
 
 @pytest.mark.parametrize(

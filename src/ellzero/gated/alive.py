@@ -110,17 +110,22 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
     # For every unit, the sets of gates that decide about each entry that reads it.
     readers: list[set[frozenset[int]]] = [set() for _ in range(graph.offsets[-1])]
     at: dict[str, list[frozenset[int]]] = {}
+    frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
     for tensor, dims in graph.reading.items():
         units = graph.units[tensor][dims]
+        if tensor not in acting:  # it reads whatever the gates say
+            for unit in np.unique(units[units >= 0]).tolist():
+                if not frozen[unit]:
+                    readers[unit].add(frozenset())
+            continue
         positions = np.arange(units.size)
         if len(dims) > 1:  # the rows of one group read the same units
             _, positions = np.unique(units, return_index=True)
-        on = acting.get(tensor, [])
+        on = acting[tensor]
         at[tensor] = [frozenset(int(g.flat[k]) for g in on if g.flat[k] >= 0) for k in positions.tolist()]
         for unit, gates in zip(units.flat[positions].tolist(), at[tensor], strict=True):
             if unit >= 0:
                 readers[unit].add(gates)
-    frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
     shared, several = _decided(readers, frozen)
     entries = {}
     for tensor, gates_of in at.items():
@@ -164,12 +169,13 @@ def _decided(
     shared: list[frozenset[int]] = []
     several: dict[int, list[frozenset[int]]] = {}
     for unit, sets in enumerate(readers):
-        common = frozenset.intersection(*sets) if sets else frozenset[int]()
+        if frozen[unit] or not sets:
+            shared.append(frozenset())
+            continue
+        common = frozenset.intersection(*sets)
         further = [s - common for s in sets]
-        if frozen[unit]:
-            common, further = frozenset(), []
         shared.append(common)
-        if further and all(further):
+        if all(further):
             if sum(map(len, further)) > len(frozenset.union(*further)):
                 raise ValueError(
                     "`where` lets one gate decide about some of the entries that read a unit, beside other gates"
@@ -183,8 +189,10 @@ def _padded(sets: Sequence[Sequence[frozenset[int]]], one: int, zero: int) -> Nu
     entries = max((len(s) for s in sets), default=1)
     gates = max((len(g) for s in sets for g in s), default=1) or 1
     out = np.full((len(sets), entries, gates), one)
-    for row, unit in zip(out, sets, strict=True):
-        row[len(unit) :] = zero
-        for line, members in zip(row, unit, strict=False):
-            line[: len(members)] = sorted(members)
+    for k, unit in enumerate(sets):
+        if len(unit) < entries:
+            out[k, len(unit) :] = zero
+        for line, members in enumerate(unit):
+            if members:
+                out[k, line, : len(members)] = sorted(members)
     return out

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Never
@@ -22,7 +21,6 @@ from ellzero.gated.placements import Placement, Where, per_layer, shrinkable
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.axes import Axis, Graph
-from ellzero.graph.calls import turns
 from ellzero.graph.rehearsal import proven
 from ellzero.graph.tracing import Inputs, as_inputs, shapes, trace
 
@@ -94,7 +92,7 @@ def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit:
     # Running the model here must not change what a seeded run draws later.
     with _ONE_AT_A_TIME, torch.random.fork_rng(devices=devices):
         graph = trace(model, inputs[1] or inputs[0], limit=limit) if axes is None else _by_hand(model, axes)
-        return replace(proven(model, graph, inputs), turns=turns(model, inputs) if axes is None else ())
+        return proven(model, graph, inputs)
 
 
 def _fitting(graph: Graph, model: nn.Module, axes: Sequence[Axis] | None) -> Graph:

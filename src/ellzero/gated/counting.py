@@ -154,12 +154,14 @@ class _Builder:
 
     def build(self) -> Census:
         matrix = np.stack(self.vectors)
-        columns, segment = np.unique(matrix[:, : self.size], axis=1, return_inverse=True)
-        counts, segment = columns.astype(np.float64), segment.reshape(-1)
+        columns, segment = _distinct(matrix[:, : self.size])
+        counts = columns.astype(np.float64)
         scale = np.array([t[1] for t in self.terms], dtype=np.float64)
         left, right = (np.array([t[k] for t in self.terms], dtype=np.int64) for k in (2, 3))
         pairs = self.pairs()
-        (m, u), sort = np.unique(segment[pairs], axis=1, return_inverse=True)
+        m, u = segment[pairs]
+        met_by, sort = np.unique(m * (columns.shape[1] or 1) + u, return_inverse=True)
+        m, u = np.divmod(met_by, columns.shape[1] or 1)
         met = counts[left][:, m] * counts[right][:, u]
         met = met + np.where(m == u, 0, counts[left][:, u] * counts[right][:, m])
         meets, sort = np.asarray(met.any(0)), sort.reshape(-1)
@@ -179,6 +181,15 @@ class _Builder:
             self.units,
             tuple((t, self.graph.reading[t][0], self.graph.shapes[t][self.graph.reading[t][0]]) for t in self.inputs),
         )
+
+
+def _distinct(matrix: Numbers) -> tuple[Numbers, Numbers]:
+    """The columns that differ, in order, and which of them each column is. Most are alike: a sort of few is quick."""
+    first: dict[bytes, int] = {}
+    of = [first.setdefault(column.tobytes(), len(first)) for column in np.ascontiguousarray(matrix.T)]
+    places = np.unique(np.array(of, dtype=np.int64), return_index=True)[1]
+    columns, segment = np.unique(matrix[:, places], axis=1, return_inverse=True)
+    return columns, segment.reshape(-1)[np.array(of, dtype=np.int64)]
 
 
 def count_params(graph: Graph, live: Liveness) -> Census:

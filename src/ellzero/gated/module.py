@@ -26,7 +26,7 @@ from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.fixing import Fixing
 from ellzero.gated.grouping import grouped
 from ellzero.gated.loading import key_of, own_state, refuse_other_keys, refuse_other_shapes
-from ellzero.gated.multiplying import aim, in_place, multiplied
+from ellzero.gated.multiplying import aim, in_place, multiplied, multiply_into
 from ellzero.gated.placements import Placement
 from ellzero.gated.taking import idle, refuse_taking, remaining
 from ellzero.gates.abstract import AbstractGate, draw, flat, noise, values
@@ -238,15 +238,14 @@ class Gated(Fixing):
         self.drawn, self.noisy = True, self.noisy or gate_noise is None
         return draw(self._gates(), gate_noise)
 
-    def gated_weights(self, z: Sequence[Tensor], model: nn.Module | None = None) -> dict[str, Tensor]:
-        """The weights that gates multiply, multiplied by `z` (one tensor per placement).
-
-        Args:
-            z: the gates.
-            model: whose weights; those of `self.model` if `None`.
-        """
-        members = dict((self.model if model is None else model).named_parameters())
+    def gated_weights(self, z: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The weights that gates multiply, multiplied by `z` (one tensor per placement)."""
+        members = dict(self.model.named_parameters())
         return {name: multiplied(members[name], target, z, self.tables) for name, target in self._targets.items()}
+
+    def multiply_into(self, model: nn.Module, z: Sequence[Tensor]) -> None:
+        """Multiplies `z` into the weights of a copy of the model, in place: no second set of weights takes memory."""
+        multiply_into(model, self._targets, z, self.tables)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

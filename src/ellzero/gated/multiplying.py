@@ -83,6 +83,16 @@ def multiplied(weight: Tensor, target: Target, z: Sequence[Tensor], tables: Mapp
     return weight * (product if product.dtype == weight.dtype else product.to(weight.dtype))
 
 
+@torch.no_grad()
+def multiply_into(
+    model: nn.Module, targets: Mapping[str, Target], z: Sequence[Tensor], tables: Mapping[str, Tensor]
+) -> None:
+    """Multiplies the gates into the model's weights, for good and one at a time."""
+    members = dict(model.named_parameters())
+    for name, target in targets.items():
+        members[name].copy_(multiplied(members[name], target, z, tables))
+
+
 @contextmanager
 def in_place(
     model: nn.Module, targets: Mapping[str, Target], z: Sequence[Tensor], tables: Mapping[str, Tensor]

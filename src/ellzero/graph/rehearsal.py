@@ -8,38 +8,57 @@ comes out is compared with the copy whose reading weights are set to zero at tho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ellzero.graph.axes import Graph, Numbers
-from ellzero.graph.calls import Calls
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
 from ellzero.graph.retracing import strays
-from ellzero.graph.tracing import Inputs, batch_size, first_line, run
+from ellzero.graph.running import (
+    Calls,
+    Coarsest,
+    agree,
+    enough,
+    first_examples,
+    is_large,
+    lean,
+    seeded,
+    stirred,
+    tensors_of,
+    turns,
+)
+from ellzero.graph.tracing import Inputs, first_line, run
 
 UNSEEN = "the example input does not show whether the output depends on it"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
+HowMuch = Literal["one", "half", "many", "some", "most"]
+_LEVELS: tuple[HowMuch, ...] = ("many", "some", "most")  # of removal, one after the other
+_FURTHER: tuple[HowMuch, ...] = ("one", "half")  # where a forward costs next to nothing
 
 
 def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     """The graph with every axis frozen whose units cannot be removed, and `can_vanish` where whole layers can be."""
+    if graph.products is not None:  # traced
+        graph = replace(graph, turns=turns(model, inputs))
     bench = _Bench(model, graph, inputs)
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
     reasons = dict.fromkeys(bench.unseen(free), UNSEEN)
     sets = _together(graph, [k for k in free if k not in reasons])
-    good = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
-    good = _sift(good, [], bench.keeps_its_way, reasons)
+    survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
+    good = _sift(survivors, [], bench.keeps_its_way, reasons)
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
     lone = [s for s in sets if all(graph.axes[k].size == 1 for k in s)]
     bench.graph = replace(graph, axes=tuple(axes))
+    if len(good) < len(survivors):  # what is small by now must be small along these alone
+        bench.survives_parts([k for s in good for k in s])
     vanishing = []
     for layers in (False, True):  # apart: where no layer goes, the ways of the two networks can be compared
         whole = [s for s in good + lone if bench.closes(s) is layers]
@@ -84,43 +103,86 @@ def _sift(
     return _sift(new[middle:], _sift(new[:middle], good, test, reasons), test, reasons)
 
 
-Scene = tuple[nn.Module, Inputs]
+@dataclass
+class _Scene:
+    """A disturbed copy of the model with an input.
+
+    Args:
+        model: in evaluation.
+        inputs: that show something.
+        done: what was removed from it already.
+        last: the last mask that its units had, and what came of it, for whoever asks again.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    done: Plan | None = None
+    last: tuple[bytes, list[Tensor], Calls] | None = None
+
+    def masked(self, graph: Graph, alive: Mask) -> tuple[list[Tensor], Calls]:
+        """What comes out with zeros where a weight reads a unit that is not alive, and the way that it takes."""
+        key = alive.tobytes()
+        if self.last is None or self.last[0] != key:
+            with closed(self.model, graph, alive, self.done), seeded(self.model), Calls() as calls:
+                out = run(self.model, self.inputs)
+            self.last = key, tensors_of(out), calls
+        return self.last[1:]
+
+    def removed(self, plan: Plan) -> _Scene:
+        """A scene with the units removed. It shares the tensors that stay as they are."""
+        small = lean(self.model)
+        plan.beyond(self.done).apply(small)
+        return _Scene(small, self.inputs, plan)
 
 
 class _Bench:
-    """Disturbed copies of the model in float64 with an input each, and the comparison of masked and removed."""
+    """Disturbed copies of the model in float64 with an input each, and the comparison of masked and removed.
+
+    A network of which units are removed, and that was found to be what the masked one is, takes its place: there the
+    next removal is tried, at a fraction of the cost.
+    """
 
     def __init__(self, model: nn.Module, graph: Graph, inputs: Inputs) -> None:
         self.graph = graph
         self.original, self.inputs = model, inputs
-        self.scenes: list[Scene] = []
+        self.scenes: list[_Scene] = []
+        self.moved: set[int] = set()
         self.tolerance = 1e-9
-        few = _first_examples(inputs, 2)
+        few = first_examples(inputs, enough(model, graph))
         # The model may cast to a dtype of its own, take no other batch, or no other numbers: the first that it takes.
         self.dtype: torch.dtype | None
         for self.dtype in (torch.float64, None):
             for self.base in (few, inputs):
                 if self._sets(stirred(self.base)) or self._sets(self.base):
-                    return
-        self.scenes, self.tolerance = [(copy.deepcopy(model).eval(), inputs)], 1e-3
+                    break
+            if self.scenes:
+                break
+        else:
+            self.scenes, self.tolerance = [_Scene(copy.deepcopy(model).eval(), inputs)], 1e-3
+        # Scenes with as many units of each axis as it comes, and with one; which they are.
+        self.some = self.few = (self.without([]), self.scenes)
 
     def _sets(self, inputs: Inputs, seed: int = 0) -> bool:
         """Adds a scene, a disturbed copy of the model and an input, if it runs and gives finite numbers."""
         model = copy.deepcopy(self.original).eval()
+        _disturb(model, seed)
+        moved = self._moved(model, inputs)
         dtype = self.dtype
         if dtype is not None:
             model.to(dtype)
             inputs = tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
-        _disturb(model, seed)
-        scene: Scene = (model, inputs)
+        scene = _Scene(model, inputs)
+        free = [k for k, a in enumerate(self.graph.axes) if a.frozen is None and a.size > 1]
         try:
-            outputs, tolerance = watched(*scene, fine=1e-9)
+            with Coarsest() as coarsest:  # with the mask that is asked for first
+                outputs, _ = scene.masked(self.graph, self._part(free, "many").units)
         except Exception:
             return False
         fine = all(bool(t.isfinite().all()) for t in outputs)
         if fine:
             self.scenes.append(scene)
-            self.tolerance = max(self.tolerance, tolerance)
+            self.moved = moved
+            self.tolerance = max(self.tolerance, coarsest.tolerance(1e-9))
         return fine
 
     def unseen(self, axes: Sequence[int]) -> list[int]:
@@ -128,13 +190,11 @@ class _Bench:
 
         A dead ReLU hides the units behind it, so further scenes are set, and kept if they show more.
         """
-        moved = self._moved(*self.scenes[0])
-        left = [k for k in axes if not self._shows(k, moved, *self.scenes[0])]
+        left = [k for k in axes if not self._shows(k, self.scenes[0])]
         for seed in range(1, 9):
             if not left or not self._sets(stirred(self.base, seed), seed):
                 continue
-            moved = self._moved(*self.scenes[-1])
-            still = [k for k in left if not self._shows(k, moved, *self.scenes[-1])]
+            still = [k for k in left if not self._shows(k, self.scenes[-1])]
             if len(still) == len(left):
                 self.scenes.pop()
             left = still
@@ -142,57 +202,83 @@ class _Bench:
 
     def _moved(self, model: nn.Module, inputs: Inputs) -> set[int]:
         """Units whose closing moves the output, to first order: slope of a random projection times the weight."""
-        members = model.named_parameters()
-        weights = {n: p.detach().clone().requires_grad_() for n, p in members if n in self.graph.reading}
+        moved: set[int] = set()
+
+        def note(weight: Tensor, tensor: str) -> None:
+            assert weight.grad is not None
+            dims = self.graph.reading[tensor]
+            rest = [d for d in range(weight.ndim) if d not in dims]
+            move = (weight.grad * weight.detach()).abs()
+            moves = (move.sum(rest) if rest else move).cpu().numpy() > 0
+            moved.update(np.unique(self.graph.units[tensor][dims][moves]).tolist())
+            weight.grad = None  # at once: all of them are as large as the model
+
+        members = dict(model.named_parameters())
+        needed = {name: p.requires_grad for name, p in members.items()}
+        for name, p in members.items():
+            p.requires_grad_(name in self.graph.reading and p.is_floating_point())
+        hooks = [
+            p.register_post_accumulate_grad_hook(partial(note, tensor=name))
+            for name, p in members.items()
+            if p.requires_grad
+        ]
         generator = torch.Generator().manual_seed(1)
         try:
             with torch.enable_grad():
-                outputs = [t for t in tree_leaves(run(model, inputs, weights)) if isinstance(t, Tensor)]
+                outputs = tensors_of(run(model, inputs))
                 noise = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
                 total = sum((t * n).sum() for t, n in zip(outputs, noise, strict=True) if t.requires_grad)
-                slopes = torch.autograd.grad(total, list(weights.values()), allow_unused=True)  # type: ignore[arg-type]
+                total.backward()  # type: ignore[union-attr]
         except Exception:  # no floating-point output, or something that has no derivative
             return set()
-        moved: set[int] = set()
-        for (tensor, weight), slope in zip(weights.items(), slopes, strict=True):
-            if slope is not None:
-                dims = self.graph.reading[tensor]
-                rest = [d for d in range(weight.ndim) if d not in dims]
-                move = (slope * weight.detach()).abs()
-                moves = (move.sum(rest) if rest else move).cpu().numpy() > 0
-                moved.update(np.unique(self.graph.units[tensor][dims][moves]).tolist())
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for name, p in members.items():
+                p.requires_grad_(needed[name]).grad = None
         return moved
 
-    def _shows(self, axis: int, moved: set[int], model: nn.Module, inputs: Inputs) -> bool:
+    def _shows(self, axis: int, scene: _Scene) -> bool:
         span = self.span(axis)
-        if any(span.start <= unit < span.stop for unit in moved):
+        if any(span.start <= unit < span.stop for unit in self.moved):
             return True
-        masked = outputs(model, inputs, masked_weights(model, self.graph, self.without([axis])))
-        return not all(torch.equal(a, b) for a, b in zip(outputs(model, inputs), masked, strict=True))
+        usual, _ = _Scene(scene.model, scene.inputs).masked(self.graph, self.without([]))
+        masked, _ = _Scene(scene.model, scene.inputs).masked(self.graph, self.without([axis]))
+        return not all(torch.equal(a, b) for a, b in zip(usual, masked, strict=True))
 
     def survives_parts(self, axes: Sequence[int]) -> str | None:
-        """Removes one unit of each axis, a random half, all but one, as many as it comes: None, or how it went wrong.
+        """Removes units of each axis, as many as it comes, then of those that are left, then all but one: None, or how
+        it went wrong.
 
-        All of them: `chunk(3)` of 3·n entries still cuts at n when one or two are gone, and elsewhere when three are.
+        Several times: `chunk(3)` of 3·n entries still cuts at n when one or two are gone, and elsewhere when three are.
         """
         axes = [k for k in axes if self.graph.axes[k].size > 1]
-        for much in ("one", "half", "most"):
-            plan = make_plan(self.graph, self.alive(axes, much), refuse=False)
-            if any(plan.units[self.span(k)].all() for k in axes):  # all came back, and nothing was tried
+        if not is_large(self.original):
+            for much in _FURTHER:
+                failure, _ = self.survives(self._part(axes, much), self.scenes)
+                if failure is not None:
+                    return failure
+        scenes, tried = self.scenes, []
+        for much in _LEVELS:
+            plan = self._part(axes, much, scenes[0].done)
+            if much == "many" and any(plan.units[self.span(k)].all() for k in axes):  # all came back: nothing was tried
                 return "groups and cuts along it let no part of its units go"
-            if (failure := self.survives(plan)) is not None:
+            failure, small = self.survives(plan, scenes)
+            if failure is not None:
                 return failure
-        uneven = (make_plan(self.graph, self.uneven(axes, seed), refuse=False) for seed in range(2))
-        return next(filter(None, map(self.survives, uneven)), None)
+            scenes = scenes if plan.columns else small
+            tried.append((plan.units, scenes))
+        _, self.some, self.few = tried
+        return None
 
     def keeps_its_way(self, axes: Sequence[int]) -> str | None:
-        return self.follows(make_plan(self.graph, self.alive(axes, "half"), refuse=False), axes)
+        return self.follows(self._part(axes, "half"), axes)
 
     def follows(self, plan: Plan, axes: Sequence[int]) -> str | None:
         """Whether all units that are left are where they are looked for. A trace tells, and it is dear."""
         if not any(self.graph.placed[self.span(k)].any() for k in axes):
             return None
-        small = copy.deepcopy(self.original)
+        small = lean(self.original)
         plan.apply(small)
         with seeded(small):
             return strays(self.graph, plan, small, self.inputs)
@@ -206,22 +292,25 @@ class _Bench:
 
     def survives_vanishing(self, axes: Sequence[int]) -> str | None:
         try:
-            plan = make_plan(self._vanishing(axes), self.without(axes))
+            whole = make_plan(self._vanishing(axes), self.without(axes))
+            units, scenes = self.few
+            plan = self._within(self._vanishing(axes), self.without(axes), units, refuse=True)
         except ClosedAxisError as error:
             return str(error)
-        failure = self.survives(plan)
-        return failure if failure or plan.closed else self.follows(plan, axes)
+        failure, _ = self.survives(plan, scenes)
+        return failure if failure or whole.closed else self.follows(whole, axes)
 
     def survives_some_vanishing(self, axes: Sequence[int]) -> str | None:
-        """Some of the axes go as a whole, and of all others as many units as it comes."""
-        graph, free = self._vanishing(axes), [k for k, a in enumerate(self.graph.axes) if a.frozen is None]
-        for seed in range(3):
-            gone = np.random.default_rng(seed).random(len(axes)) < 0.5
-            alive = self.uneven(free, seed) & self.without([k for k, away in zip(axes, gone, strict=True) if away])
+        """Some of the axes go as a whole, the others do not; then those that stayed."""
+        gone = np.random.default_rng(0).random(len(axes)) < 0.5
+        units, scenes = self.some
+        for goes in (gone, ~gone):
+            alive = self.without([k for k, away in zip(axes, goes, strict=True) if away])
             try:
-                failure = self.survives(make_plan(graph, alive))
+                plan = self._within(self._vanishing(axes), alive, units, refuse=True)
             except ClosedAxisError:  # refused, then as now
                 continue
+            failure, _ = self.survives(plan, scenes)
             if failure is not None:
                 return failure
         return None
@@ -230,23 +319,22 @@ class _Bench:
         changed = (replace(a, can_vanish=k in axes) for k, a in enumerate(self.graph.axes))
         return replace(self.graph, axes=tuple(changed))
 
-    def survives(self, plan: Plan) -> str | None:
-        for model, inputs in self.scenes:
-            weights = masked_weights(model, self.graph, plan.units)
-            with Calls() as usual:
-                masked = outputs(model, inputs, weights)
-            small = copy.deepcopy(model)
+    def survives(self, plan: Plan, scenes: Sequence[_Scene]) -> tuple[str | None, list[_Scene]]:
+        """How it went wrong to remove units, if it did; and the scenes without them."""
+        made = []
+        for scene in scenes:
             try:
-                plan.apply(small)
-                with Calls() as calls:
-                    removed = outputs(small, inputs)
+                small = scene.removed(plan)
+                removed, calls = small.masked(self.graph, plan.units)
             except Exception as error:
-                return f"the model does not run with a unit of it removed ({first_line(error)})"
+                return f"the model does not run with a unit of it removed ({first_line(error)})", []
+            masked, usual = scene.masked(self.graph, plan.units)
             if not agree(masked, removed, self.tolerance):
-                return "the model gives another output with a unit of it removed than with the unit closed"
+                return "the model gives another output with a unit of it removed than with the unit closed", []
             if not plan.closed and (what := usual.departure(calls)):
-                return f"the model does something else with a unit of it removed: {what}"
-        return None
+                return f"the model does something else with a unit of it removed: {what}", []
+            made.append(small)
+        return None, made
 
     def without(self, axes: Sequence[int]) -> Mask:
         """All units but those of these axes."""
@@ -258,30 +346,31 @@ class _Bench:
     def span(self, axis: int) -> slice:
         return slice(self.graph.offsets[axis], self.graph.offsets[axis] + self.graph.axes[axis].size)
 
-    def alive(self, axes: Sequence[int], much: Literal["one", "half", "most"]) -> Mask:
-        """Without one unit of each axis, half of them, or all but one; as many of each group of a convolution."""
-        random = np.random.default_rng(0)
-        alive = self.without([])
-        for k in axes:
-            cells = self._cells(k)
-            parts = int(np.gcd.reduce([len(cell) for cell in cells]))
-            taken = 0 if parts == 1 else {"one": 1, "half": parts // 2, "most": parts - 1}[much]
-            for number, cell in enumerate(cells):
-                # Another place in each cell: what asks for the same place in all of them must not pass.
-                order = np.roll(cell, -number) if much == "one" else random.permutation(cell)
-                alive[order[: len(cell) // parts * taken]] = False
-        return alive
+    def _within(self, graph: Graph, alive: Mask, left: Mask, *, refuse: bool = False) -> Plan:
+        """The plan that leaves of these units those that are left, and brings no others back."""
+        return make_plan(graph, alive & left, evidence=left.astype(float), refuse=refuse)
 
-    def uneven(self, axes: Sequence[int], seed: int) -> Mask:
-        """Without as many units of each axis as it comes, but for one."""
-        random = np.random.default_rng(seed)
-        alive = self.without([])
+    def _part(self, axes: Sequence[int], much: HowMuch, done: Plan | None = None) -> Plan:
+        """Removes one of what is left of each axis, or half, many, one or many, all but one; as many of each group of
+        a convolution. "Many" is uneven: what is as large as something else by chance must not stay so. And it leaves
+        the ends: who takes the first or the last ones by their number, or draws a number for each, gets others.
+        """
+        random = np.random.default_rng(0)
+        left = self.without([]) if done is None else done.units
+        alive = left.copy()
         for k in axes:
-            span = self.span(k)
-            alive[
-                random.permutation(np.arange(span.start, span.stop))[1:][: random.integers(span.stop - span.start)]
-            ] = False
-        return alive
+            cells = [cell[alive[cell]] for cell in self._cells(k)]
+            parts = int(np.gcd.reduce([len(cell) for cell in cells]))
+            many = min(round(parts * random.uniform(0.4, 0.9)), max(parts - 2, 1))
+            wanted = {"one": 1, "half": parts // 2, "many": many, "some": random.choice([1, many]), "most": parts - 1}
+            taken = min(max(wanted[much], 1), parts - 1)
+            for cell in cells:
+                order = random.permutation(cell)
+                if much == "many" and len(cell) > 1:
+                    order = np.concatenate([cell[1:2], random.permutation(cell[2:-1]), cell[:1], cell[-1:]])
+                    order = order if len(cell) > 2 else cell
+                alive[order[: len(cell) // parts * taken]] = False
+        return self._within(self.graph, alive, left)
 
     def _cells(self, axis: int) -> list[Numbers]:
         """The units of an axis, in sets that lie in the same groups of all grouped convolutions."""
@@ -297,73 +386,44 @@ class _Bench:
         return [np.array(cell) for cell in cells.values()]
 
 
-def masked_weights(model: nn.Module, graph: Graph, alive: Mask) -> dict[str, Tensor]:
-    """The weights that read, with zeros where the unit that they read is not alive."""
-    members = dict(model.named_parameters())
-    out = {}
-    for tensor, dims in graph.reading.items():
-        units = graph.units[tensor][dims]
-        keep = torch.as_tensor(alive[units] | (units < 0))
-        weight = members[tensor]
-        shape = [weight.shape[d] if d in dims else 1 for d in range(weight.ndim)]
-        out[tensor] = weight * keep.reshape(shape).to(weight)
-    return out
-
-
-def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
-    """Whether two lists of tensors have the same shapes and, relative to their largest entry, the same numbers."""
-    if [t.shape for t in a] != [t.shape for t in b]:
-        return False
-    for x, y in zip(a, b, strict=True):
-        if not x.is_floating_point():
-            if not torch.equal(x, y):
-                return False
-        elif x.numel():
-            finite = x[x.isfinite()].abs()
-            # Relative, but not to nothing: an output that cancels to zero leaves rounding of what cancelled.
-            scale = max(1e-4, float(finite.max())) if finite.numel() else 1.0
-            near = (x == y) | ((x - y).abs() <= tolerance * scale)  # the same infinity passes, NaN never does
-            if not bool(near.all()):
-                return False
-    return True
-
-
 @contextmanager
-def seeded(model: nn.Module) -> Iterator[None]:
-    """Without gradients, and with the same random numbers at every call, of which torch's own state shows no trace."""
-    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
-        torch.manual_seed(0)
+def closed(model: nn.Module, graph: Graph, alive: Mask, done: Plan | None = None) -> Iterator[None]:
+    """Has zeros, in place, where a weight reads a unit that is not alive. `done` was removed from the model already."""
+    members = dict(model.named_parameters())
+    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    with torch.no_grad():
+        for tensor, dims in graph.reading.items():
+            units = graph.units[tensor][dims] if done is None else _left(graph.units[tensor][dims], tensor, dims, done)
+            gone = ~(alive[units] | (units < 0))
+            if not gone.any():
+                continue
+            weight, dim = members[tensor], dims[0]
+            rows = torch.as_tensor(np.flatnonzero(gone if len(dims) == 1 else gone.any(1)), device=weight.device)
+            saved.append((weight, dim, rows, _exact(weight.index_select(dim, rows))))
+            if len(dims) == 1:
+                weight.index_fill_(dim, rows, 0)
+            else:
+                weight.mul_(torch.as_tensor(~gone).reshape(*gone.shape, *[1] * (weight.ndim - 2)).to(weight))
+    try:
         yield
+    finally:
+        with torch.no_grad():
+            for was, dim, rows, entries in saved:
+                was.index_copy_(dim, rows, entries.to(was))
 
 
-def outputs(model: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-    """The tensors that come out."""
-    with seeded(model):
-        return [t for t in tree_leaves(run(model, inputs, weights)) if isinstance(t, Tensor)]
+def _left(units: Numbers, tensor: str, dims: tuple[int, ...], done: Plan) -> Numbers:
+    """What is left of the units along dimensions of a tensor that something was removed from."""
+    if len(dims) > 1:
+        left: Numbers = done.slice(tensor, torch.as_tensor(units)).numpy()
+        return left
+    return units[done.rows.get(tensor, {}).get(dims[0], slice(None))]
 
 
-def watched(
-    model: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None, *, fine: float
-) -> tuple[list[Tensor], float]:
-    """The tensors that come out, and how closely they can be compared: `fine`, or less where the model casts."""
-    with _Coarsest() as coarsest:
-        out = outputs(model, inputs, weights)
-    return out, fine if coarsest.eps < 1e-15 else min(0.05, 2**13 * coarsest.eps)
-
-
-class _Coarsest(TorchDispatchMode):
-    """Notes the coarsest floating-point numbers that a forward goes through."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.eps = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        kinds = (t.dtype for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point())
-        self.eps = max(self.eps, *(torch.finfo(kind).eps for kind in kinds), 0.0)
-        return out
+def _exact(entries: Tensor) -> Tensor:
+    """The same numbers, in half the memory where float32 holds them, as it does those of a model in float32."""
+    single = entries.float() if entries.dtype == torch.float64 else entries
+    return single if torch.equal(single.to(entries), entries) else entries
 
 
 def _disturb(model: nn.Module, seed: int) -> None:
@@ -373,30 +433,8 @@ def _disturb(model: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for p in model.parameters():
             if p.is_floating_point():
-                noise = torch.randn(p.shape, generator=generator).to(p)
-                p.add_(noise * (share * p.abs().mean() + least))
+                noise = torch.rand(p.shape, generator=generator).sub_(0.5).mul_(3.5).to(p)  # a deviation of one
+                p.add_(noise.mul_(share * p.abs().mean() + least))
         for b in model.buffers():
             if b.is_floating_point():  # a factor near one: a variance stays positive
                 b.mul_(1 + 0.1 * torch.rand(b.shape, generator=generator).to(b))
-
-
-def stirred(inputs: Inputs, seed: int = 0) -> Inputs:
-    """The example with noise on its numbers, stronger for larger seeds: zeros would hide every difference."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def stir(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        noise = torch.randn(leaf.shape, generator=generator).to(leaf)
-        return leaf + noise * (1 + seed / 2) * (0.1 + 0.5 * leaf.abs().mean() + 0.5 * (seed > 0))
-
-    out: Inputs = tree_map(stir, inputs)
-    return out
-
-
-def _first_examples(inputs: Inputs, count: int) -> Inputs:
-    size = batch_size(inputs)
-    if size <= count:
-        return inputs
-    out: Inputs = tree_map(lambda t: t[:count] if isinstance(t, Tensor) and t.shape[:1] == (size,) else t, inputs)
-    return out

@@ -152,36 +152,39 @@ class _Finder:
         self.ties, self.root, self.names = ties, root, names
         self.reads, self.writes, self.rides = (ties.mask(ties.roles[role]) for role in ("reads", "writes", "rides"))
         self.ignored = ties.mask(ties.ignored)
-        self.frozen: dict[int, str] = {}
-        for atoms, reason in ties.freezes:
-            for r in np.unique(root[atoms]).tolist():
-                self.frozen.setdefault(r, reason)
-        self.streams = {r for atoms in ties.streams for r in root[atoms].tolist()}
+        self.frozen = np.full(ties.count, -1)  # for each root, which of `freezes` was the first
+        for number, (atoms, _) in enumerate(ties.freezes):
+            roots = root[atoms]
+            self.frozen[roots[self.frozen[roots] < 0]] = number
+        self.streams = ties.mask([root[atoms] for atoms in ties.streams])
         self.keys = [k for k in ties.first if k[0] in ties.reached]
         self.tables = list(ties.tables.items())
         self.two_faced: set[str] = set()
 
     def signatures(self) -> dict[tuple[int, ...], list[int]]:
         """The classes by the numbers of the places they lie on, with multiplicity."""
-        places: dict[int, list[int]] = defaultdict(list)
-        for number, key in enumerate(self.keys):
+        lying = []
+        for key in self.keys:
             atoms = self.ties.atoms(*key)
-            for r in self.root[atoms[~self.ignored[atoms]]].tolist():
-                places[r].append(number)
-        for number, (_, atoms) in enumerate(self.tables):
-            for r in np.unique(self.root[atoms]).tolist():
-                places[r].append(len(self.keys) + number)
-        members: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for r, where in places.items():
-            members[tuple(where)].append(r)
-        return members
+            lying.append(self.root[atoms[~self.ignored[atoms]]])
+        lying += [np.unique(self.root[atoms]) for _, atoms in self.tables]
+        roots = np.concatenate([*lying, np.zeros(0, int)])
+        order = np.argsort(roots, kind="stable")  # of each root, its places one after the other
+        places = np.repeat(np.arange(len(lying)), [len(r) for r in lying])[order]
+        _, first, count = np.unique(roots, return_index=True, return_counts=True)
+        end = np.cumsum(count)
+        members: dict[bytes, list[int]] = defaultdict(list)
+        for k in np.argsort(first).tolist():
+            members[places[end[k] - count[k] : end[k]].tobytes()].append(int(roots[first[k]]))
+        return {tuple(np.frombuffer(key, places.dtype).tolist()): found for key, found in members.items()}
 
     def axis(self, signature: tuple[int, ...], roots: list[int]) -> Axis:
         """The axis of the classes with one signature."""
         local = np.full(self.ties.count, -1)
         local[roots] = np.arange(len(roots))
         sites: list[Site] = []
-        why: str | None = next((self.frozen[r] for r in roots if r in self.frozen), None)
+        frozen = self.frozen[roots]
+        why = self.ties.freezes[frozen[frozen >= 0][0]][1] if (frozen >= 0).any() else None
         for number in dict.fromkeys(signature):
             if number >= len(self.keys):
                 (tensor, dims, role), atoms = self.tables[number - len(self.keys)]
@@ -202,7 +205,7 @@ class _Finder:
         name = self.names.get(first.tensor) or first.tensor
         if all(s.role == "reads" for s in sites):
             name += ".input"
-        return Axis(name, len(roots), tuple(sites), why, any(r in self.streams for r in roots))
+        return Axis(name, len(roots), tuple(sites), why, bool(self.streams[roots].any()))
 
 
 def _numbered_apart(axes: list[Axis]) -> list[Axis]:

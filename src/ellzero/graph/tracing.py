@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
@@ -88,17 +87,10 @@ def places(model: nn.Module) -> dict[str, list[str]]:
     return out
 
 
-def run(model: nn.Module, inputs: Inputs, weights: Mapping[str, Tensor] | None = None) -> Any:
-    """Calls the model, with other weights in place of its own if there are any (by their first names).
-
-    It gets copies of the inputs: some models change theirs in place.
-    """
+def run(model: nn.Module, inputs: Inputs) -> Any:
+    """Calls the model. It gets copies of the inputs: some models change theirs in place."""
     args, kwargs = tree_map(_copied, inputs)
-    if weights is None:
-        return model(*args, **kwargs)
-    where = places(model)
-    everywhere = {place: weight for name, weight in weights.items() for place in where[name]}
-    return functional_call(model, everywhere, args, kwargs, tie_weights=False)
+    return model(*args, **kwargs)
 
 
 def _copied(leaf: Any) -> Any:
@@ -136,6 +128,8 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
     walk(model, ties, inputs, deadline)
     walk(model, ties, _doubled(inputs), deadline, training=True)
+    for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
+        p.data = p.data.new_empty(0)
     return unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
 
 
@@ -279,7 +273,7 @@ class _Walk:
         name = target._schema.name.split("::")[-1] if overload else str(getattr(target, "__name__", target))
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         shapes = [tuple(t.shape) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-        return Call(self.ties, name, module, shapes, batch_size(inputs), count_macs=not training)
+        return Call(self.ties, name, module, shapes, batch_size(inputs), evaluates=not training)
 
     def _link(self, node: Any, number: int, values: dict[Any, Any], training: bool) -> None:
         """Gives the value its place in the forward: its step, and the bit set of the steps it depends on."""

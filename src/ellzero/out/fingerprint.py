@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ellzero.graph.rehearsal import outputs
+from ellzero.graph.running import outputs
 from ellzero.graph.standins import Closed, Select
 from ellzero.graph.tracing import Inputs
 

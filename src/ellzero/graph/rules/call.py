@@ -26,7 +26,7 @@ class Call:
     module: str
     shapes: list[tuple[int, ...]]
     batch: int
-    count_macs: bool = True
+    evaluates: bool = True  # not training: MACs are counted, and nothing may be drawn
     reads: tuple[str, ...] = ()
     numbers: tuple[Any, ...] = ()
     contracts: bool = False
@@ -47,7 +47,7 @@ class Call:
     ) -> None:
         """Records MACs: `factor` for each entry of `weight`, or of `left` × `right` where it is no whole parameter."""
         self.contracts = True
-        if not self.count_macs:
+        if not self.evaluates:
             return
         source = weight.source if weight is not None else None
         name = (source.rpartition(".")[0] or source) if source else self.module

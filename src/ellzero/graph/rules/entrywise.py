@@ -12,11 +12,13 @@ from ellzero.graph.rules.call import Call, axis, couples, tensors
 from ellzero.graph.values import Value
 
 UNARY = """relu relu6 gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu celu softplus mish
-log_sigmoid threshold hardshrink softshrink rrelu exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square pow abs neg
-sin cos tan asin acos atan sinh cosh erf erfc clamp clamp_min clamp_max clip dropout feature_dropout alpha_dropout
-feature_alpha_dropout native_dropout bernoulli sign sgn floor ceil round trunc frac reciprocal nan_to_num logical_not
-bitwise_not isnan isinf isfinite positive zeros_like ones_like full_like rand_like randn_like empty_like fill zero
+log_sigmoid threshold hardshrink softshrink exp exp2 expm1 log log1p log2 log10 sqrt rsqrt square pow abs neg
+sin cos tan asin acos atan sinh cosh erf erfc clamp clamp_min clamp_max clip sign sgn floor
+ceil round trunc frac reciprocal nan_to_num logical_not bitwise_not isnan isinf isfinite
+positive zeros_like ones_like full_like empty_like fill zero
 fake_quantize_per_tensor_affine"""
+DRAWN = "rand_like randn_like bernoulli"
+DRAWN_IN_TRAINING = "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout rrelu"
 BINARY = """mul multiply div divide true_divide floor_divide remainder fmod maximum minimum fmax fmin eq ne lt le gt ge
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill lerp
 addcmul addcdiv atan2 copysign hypot xlogy"""
@@ -25,6 +27,16 @@ addcmul addcdiv atan2 copysign hypot xlogy"""
 @couples(*UNARY.split(), *BINARY.split())
 def entrywise(call: Call, *args: Any) -> list[Value]:
     return [values.elementwise(call.ties, tensors(args), shape) for shape in call.shapes]
+
+
+@couples(*DRAWN.split(), *DRAWN_IN_TRAINING.split())
+def drawn(call: Call, *args: Any) -> list[Value]:
+    """With a number drawn for each entry: in evaluation, a unit that goes would move those of all others."""
+    out = [values.elementwise(call.ties, tensors(args), shape) for shape in call.shapes]
+    if call.evaluates and (call.op in DRAWN.split() or any(a is True for a in args)):
+        for value in out:
+            values.freeze(call.ties, value, f"{call.where} draws a number for each of its units, in evaluation too")
+    return out
 
 
 @couples("clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "lift_fresh_copy")

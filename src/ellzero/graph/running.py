@@ -1,0 +1,187 @@
+"""Forwards that are watched: what comes out, which torch functions are called on the way, and what numbers they get.
+
+A trace follows the example's way alone. With a unit removed the way must be the same (`rehearsal.py`); where another
+batch or another integer turns it, `turns` says so. This file knows no axes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from math import inf, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from ellzero.graph.axes import Graph
+from ellzero.graph.rules import SIZED
+from ellzero.graph.tracing import Inputs, batch_size, run
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether a forward costs more than what is done around it, by a rule of thumb: a million parameters."""
+    return sum(p.numel() for p in model.parameters()) > 1_000_000
+
+
+def lean(model: nn.Module) -> nn.Module:
+    """A copy that shares its parameters with the model, for whoever does not change their numbers."""
+    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+
+
+def turns(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
+    """What makes the model take another way than with the example, in words: "a batch of 1", "4 instead of 3"."""
+    model = copy.deepcopy(model).eval()
+    usual = _names(model, inputs)
+    found = []
+    for what, other in _others(inputs):
+        try:
+            if all(_names(model, other) != usual for _ in range(2)):  # the first time it may fill a cache
+                found.append(what)
+        except Exception:  # it takes no such input
+            continue
+    return tuple(found)
+
+
+def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    size = batch_size(inputs)
+    for n in sorted({1, size + 1} - {size}) if size else ():
+        rows = torch.arange(n) % size
+
+        def resized(leaf: Any, rows: Tensor = rows) -> Any:
+            return leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,) else leaf
+
+        yield f"a batch of {n}", tree_map(resized, inputs)
+    leaves, spec = tree_flatten(inputs)
+    for k, leaf in enumerate(leaves):
+        for number in (leaf - 1, leaf + 1) if isinstance(leaf, int) and not isinstance(leaf, bool) else ():
+            yield f"{number} instead of {leaf}", tree_unflatten([*leaves[:k], number, *leaves[k + 1 :]], spec)
+
+
+def _names(model: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
+    with Calls() as calls, torch.no_grad():
+        run(model, inputs)
+    return [(name, ndim) for name, _, ndim in calls.made]
+
+
+class Calls(TorchFunctionMode):
+    """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, list[Any], int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, told = str(getattr(func, "__name__", func)), tree_leaves((args, kwargs))
+        sized = name in SIZED or name in ("__getitem__", "__setitem__")
+        numbers = [] if sized else [t for t in told if isinstance(t, int | float | str)]
+        out = func(*args, **(kwargs or {}))
+        self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
+        return out
+
+    def departure(self, other: Calls) -> str | None:
+        """Where another forward leaves this way, in words; None if it takes the same."""
+        for (name, told, _), (now, gets, _) in zip_longest(self.made, other.made, fillvalue=("nothing", [], 0)):
+            if name != now:
+                return f"it calls `{now}` instead of `{name}`"
+            if told != gets:
+                return f"`{name}` gets {gets} instead of {told}"
+        return None
+
+
+def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
+    """Whether two lists of tensors have the same shapes and, relative to their largest entry, the same numbers."""
+    if [t.shape for t in a] != [t.shape for t in b]:
+        return False
+    for x, y in zip(a, b, strict=True):
+        if not x.is_floating_point():
+            if not torch.equal(x, y):
+                return False
+        elif x.numel():
+            largest, apart = float(x.abs().max()), float((x - y).abs().max())
+            if not (isfinite(largest) and isfinite(apart)):
+                finite = x[x.isfinite()].abs()
+                largest = float(finite.max()) if finite.numel() else 1.0
+                apart = float((x - y)[x != y].abs().nan_to_num(inf, inf).max()) if not torch.equal(x, y) else 0.0
+            # Relative, but not to nothing: an output that cancels to zero leaves rounding of what cancelled.
+            if not apart <= tolerance * max(1e-4, largest):  # the same infinity passes, NaN never does
+                return False
+    return True
+
+
+@contextmanager
+def seeded(model: nn.Module) -> Iterator[None]:
+    """Without gradients, and with the same random numbers at every call, of which torch's own state shows no trace."""
+    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
+        torch.manual_seed(0)
+        yield
+
+
+def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    """The tensors that come out."""
+    with seeded(model):
+        return tensors_of(run(model, inputs))
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in whatever a model gives out."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def watched(model: nn.Module, inputs: Inputs, *, fine: float) -> tuple[list[Tensor], float]:
+    """The tensors that come out, and how closely they can be compared: `fine`, or less where the model casts."""
+    with Coarsest() as coarsest:
+        out = outputs(model, inputs)
+    return out, coarsest.tolerance(fine)
+
+
+class Coarsest(TorchDispatchMode):
+    """Notes the coarsest floating-point numbers that a forward goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        kinds = (t.dtype for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point())
+        self.eps = max(self.eps, *(torch.finfo(kind).eps for kind in kinds), 0.0)
+        return out
+
+    def tolerance(self, fine: float) -> float:
+        """How closely what comes of such numbers can be compared."""
+        return fine if self.eps < 1e-15 else min(0.05, 2**13 * self.eps)
+
+
+def stirred(inputs: Inputs, seed: int = 0) -> Inputs:
+    """The example with noise on its numbers, stronger for larger seeds: zeros would hide every difference."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def stir(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        noise = torch.randn(leaf.shape, generator=generator).to(leaf)
+        return leaf + noise * (1 + seed / 2) * (0.1 + 0.5 * leaf.abs().mean() + 0.5 * (seed > 0))
+
+    out: Inputs = tree_map(stir, inputs)
+    return out
+
+
+def enough(model: nn.Module, graph: Graph) -> int:
+    """How many examples show what a forward does: one of a large model, unless it treats that in another way."""
+    return 2 if not is_large(model) or graph.products is None or "a batch of 1" in graph.turns else 1
+
+
+def first_examples(inputs: Inputs, count: int) -> Inputs:
+    """The first ones of a batch; all of them if there are no more."""
+    size = batch_size(inputs)
+    if size <= count:
+        return inputs
+    out: Inputs = tree_map(lambda t: t[:count] if isinstance(t, Tensor) and t.shape[:1] == (size,) else t, inputs)
+    return out
