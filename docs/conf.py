@@ -2,6 +2,7 @@
 
 import re
 from importlib.metadata import version as version_of
+from importlib.util import find_spec
 from typing import Any
 
 project = "ellzero"
@@ -21,6 +22,8 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
+# The callbacks are subclasses of theirs; the documentation builds without them.
+autodoc_mock_imports = [name for name in ("lightning", "transformers") if find_spec(name) is None]
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 default_role = "code"  # `single` backticks mean code in our docstrings
