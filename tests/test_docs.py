@@ -183,6 +183,7 @@ def test_the_page_about_installing_has_the_extras_and_the_range_of_torch() -> No
 # ---- the notebook ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_notebook_is_the_quickstart_and_runs() -> None:
     tool = loaded(ROOT / "tools" / "make_notebook.py")
     text = tool.NOTEBOOK.read_text(encoding="utf-8")
