@@ -123,6 +123,7 @@ def dataset_of(own: str, index: torch.Tensor) -> torch.Tensor:
     return images
 
 
+@pytest.mark.slow
 def test_a_recipe_of_nothing_else_is_a_budgets(own: str) -> None:
     r = unnamed({"network": f"{own}:make", "data": f"{own}:tensors", "at_most": 0.3, "epochs": 10, "batch": 20})
     assert (r.name, r.init, r.on, r.gate_lr, r.cost) == ("mine-make", "own", "kept", "auto", "macs")
@@ -142,6 +143,7 @@ def test_a_recipe_of_nothing_else_is_a_budgets(own: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), begun.model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sliced_alive_is_masked_to_the_end(own: str, tmp_path: Path, run: Run) -> None:
     grouped = CODE.replace("nn.Conv2d(8, 12, 3, padding=1)", "nn.Conv2d(8, 12, 3, padding=1, groups=4)")
     with module(tmp_path, own, grouped):
@@ -172,6 +174,7 @@ def test_a_model_that_cannot_be_traced_is_refused_in_a_line(own: str, tmp_path: 
     assert "`torch.export` cannot trace the model" in err
 
 
+@pytest.mark.slow
 def test_a_sweep_over_two_targets_and_a_file(own: str, tmp_path: Path, run: Run) -> None:
     (tmp_path / "few.toml").write_text(
         f'network = "{own}:make"\ndata = "{own}:tensors"\nepochs = 2\nbatch = 20\nat_most = 0.5'
@@ -191,6 +194,7 @@ def test_a_sweep_over_two_targets_and_a_file(own: str, tmp_path: Path, run: Run)
     assert run("sweep", "--resume", "--out", "many", "--quiet")[0] == 0
 
 
+@pytest.mark.slow
 def test_another_loss_and_metric(own: str, run: Run) -> None:
     what = ["--network", f"{own}:make_one", "--data", f"{own}:numbers", "--loss", f"{own}:squared"]
     code, out, err = run("train", *what, "--metric", f"{own}:largest", *ASKED, "--out", "reg")
@@ -211,6 +215,7 @@ def test_another_loss_and_metric(own: str, run: Run) -> None:
     assert json.loads(out)["compact"]["error"] == pytest.approx(squared, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_files_and_folders(own: str, tmp_path: Path, run: Run) -> None:
     (x, y), (x2, y2) = (find(f"{own}:drawn")(n, s) for n, s in ((60, 0), (30, 1)))
     pixels = [((t.clamp(-3, 5) + 3) * 31).to(torch.uint8) for t in (x, x2)]
@@ -259,6 +264,7 @@ def test_a_network_that_is_shared_is_refused(own: str, tmp_path: Path) -> None:
             networks.find(f"{own}:ready").make(3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_what_changes_is_told_or_refused(own: str, tmp_path: Path, run: Run) -> None:
     asked = ("--network", f"{own}:make", "--data", f"{own}:load", *ASKED, "--quiet")
@@ -309,6 +315,7 @@ class Two(Net):
 """
 MISTAKES = {
     "there is no module `nope` here": ("nope:make", "mine:load"),
+    "no module `mine.py` here or among the installed packages: write `mine:make`": ("mine.py:make", "mine:load"),
     "module `mine` has no `mke`; it has": ("mine:mke", "mine:load"),
     "`mine:seven` must give an nn.Module, got int": ("mine:seven", "mine:load"),
     "calling `mine:fails` without arguments failed: KeyError: 'nothing here' (": ("mine:fails", "mine:load"),

@@ -66,7 +66,10 @@ def find(name: str) -> Any:
     except OwnError as error:
         lacks = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
         if lacks and f"{where}.".startswith(f"{lacks}."):
-            raise OwnError(f"there is no module `{lacks}` here or among the installed packages", missing=True) from None
+            hint = f": write `{where[:-3]}:{what}`" * where.endswith(".py")
+            raise OwnError(
+                f"there is no module `{lacks}` here or among the installed packages{hint}", missing=True
+            ) from None
         raise
     try:
         return reduce(getattr, what.split("."), module)
