@@ -25,6 +25,8 @@ from ellzero.graph.rules import RULES
 from support import ROOT
 from support.zoo import mlp
 
+pytestmark = pytest.mark.filterwarnings("ignore:`finalize` closed")  # ten steps learn nothing: it has much to close
+
 
 def example(heading: str) -> dict[str, Any]:
     """The names that the first block of code under a heading of CONTRIBUTING.md defines."""
