@@ -3,18 +3,22 @@ by hand.
 """
 
 import copy
+import io
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 import ellzero as l0
+from ellzero.graph import tracing
 from ellzero.graph.axes import Graph
 from ellzero.graph.plan import make_plan
 from ellzero.graph.rehearsal import closed, proven
 from ellzero.graph.running import agree
 from ellzero.graph.tracing import as_inputs
+from support.oracles import set_gates
 from support.zoo import MLP, FeedForward, LeNet, ResNet
 
 
@@ -160,3 +164,60 @@ def test_agree_on_integers_and_empty_tensors() -> None:
 def test_a_graph_without_axes_is_fine() -> None:
     model = nn.Linear(2, 2)
     assert proven(model, Graph((), {}), as_inputs(torch.zeros(1, 2))).axes == ()
+
+
+class Counting(nn.Module):
+    """Counts how often it runs on numbers, apart from those of an export."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.ran: list[int] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Counting":
+        twin = Counting(copy.deepcopy(self.model, memo))
+        twin.ran = self.ran  # all copies count together
+        return twin
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            self.ran.append(sum(p.numel() for p in self.model.parameters()) * len(x))
+        out: Tensor = self.model(x)
+        return out
+
+
+def test_how_often_a_large_network_runs() -> None:
+    """In units of one forward on the example, by the multiplications of fully connected layers."""
+    model = Counting(nn.Sequential(nn.Linear(8, 1200), nn.ReLU(), nn.Linear(1200, 1200), nn.ReLU(), nn.Linear(1200, 2)))
+    x = torch.randn(2, 8)
+    model(x)
+    (one,) = model.ran
+    gated = l0.attach(model, x)
+    assert sum(model.ran) - one < 8.5 * one
+    set_gates(gated.eval(), {"model.0": range(600), "model.2": range(600)})
+    model.ran.clear()
+    l0.compact(gated)
+    assert sum(model.ran) <= 2 * one
+
+
+def test_a_line_of_progress_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal, and nowhere else; the clock is the test's own."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    now = [0.0]
+    monkeypatch.setattr(tracing.time, "monotonic", lambda: now[0])
+    for stream, seconds, shown in (
+        (Terminal(), 4.0, ""),
+        (Terminal(), 6.0, "\rellzero: at work\033[K"),
+        (io.StringIO(), 6.0, ""),
+    ):
+        monkeypatch.setattr("sys.stderr", stream)
+        now[0] = 1.0
+        with tracing.telling():
+            now[0] += seconds
+            tracing.progress("at work")
+            assert stream.getvalue() == shown
+        assert stream.getvalue() == shown + ("\r\033[K" if shown else "")

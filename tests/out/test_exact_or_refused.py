@@ -218,6 +218,26 @@ def test_what_goes_wrong_in_the_proof_says_what_it_means(monkeypatch: pytest.Mon
         l0.compact(gated)
 
 
+DRAWING = {
+    "noise": lambda m, x: m.b(m.a(x) + torch.randn_like(m.a(x))),
+    "dropout that does not end": lambda m, x: m.b(F.dropout(m.a(x), 0.5)),
+    "hidden by an argmax": lambda m, x: m.b(m.a(x) + 1e-9 * torch.rand_like(m.a(x))).argmax(1).double(),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+def test_what_draws_a_number_for_each_unit_in_evaluation_is_frozen(kind: str) -> None:
+    """Without a unit the others would get each other's numbers."""
+    model = net(DRAWING[kind], a=nn.Linear(4, 8), b=nn.Linear(8, 3))
+    frozen = {axis.name: axis.frozen for axis in l0.graph.trace(model, torch.randn(2, 4)).axes}
+    assert "draws a number for each of its units, in evaluation too" in str(frozen["a"])
+
+
+def test_what_draws_in_training_alone_freezes_nothing() -> None:
+    usual = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.RReLU(), nn.Linear(8, 3))
+    assert {axis.name: axis.frozen for axis in l0.graph.trace(usual, torch.randn(2, 4)).axes}["0"] is None
+
+
 @pytest.mark.slow
 def test_wild_networks_are_exact_or_refused() -> None:
     """A few of those that `tools/fuzz.py` draws: parts, casts, random numbers, calls by keyword."""

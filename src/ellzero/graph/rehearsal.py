@@ -35,7 +35,7 @@ from ellzero.graph.running import (
     tensors_of,
     turns,
 )
-from ellzero.graph.tracing import Inputs, first_line, run
+from ellzero.graph.tracing import Inputs, first_line, progress, run
 
 UNSEEN = "the example input does not show whether the output depends on it"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
@@ -322,6 +322,7 @@ class _Bench:
     def survives(self, plan: Plan, scenes: Sequence[_Scene]) -> tuple[str | None, list[_Scene]]:
         """How it went wrong to remove units, if it did; and the scenes without them."""
         made = []
+        progress(f"trying out a removal of {(~plan.units).sum()} units")
         for scene in scenes:
             try:
                 small = scene.removed(plan)

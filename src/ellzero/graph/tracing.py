@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_BEGAN: ContextVar[float | None] = ContextVar("began", default=None)
 _OF_DATA = object()  # stands for a number that only the data tells, such as `n.item()`
 
 
@@ -160,9 +162,21 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or '(no message)').splitlines()[0]}"
 
 
-def _progress(text: str) -> None:
-    """Keeps one line on a terminal up to date; writes nothing anywhere else."""
-    if sys.stderr.isatty():
+@contextmanager
+def telling() -> Iterator[None]:
+    """Lets `progress` tell what is being done in the block, and leaves the terminal's line empty."""
+    token = _BEGAN.set(_BEGAN.get() or time.monotonic())
+    try:
+        yield
+    finally:
+        progress("")
+        _BEGAN.reset(token)
+
+
+def progress(text: str) -> None:
+    """Keeps one line on a terminal up to date once something takes five seconds; writes nothing anywhere else."""
+    began = _BEGAN.get()
+    if began is not None and time.monotonic() - began > 5 and sys.stderr.isatty():
         sys.stderr.write(f"\r{'ellzero: ' if text else ''}{text}\033[K")
         sys.stderr.flush()
 
@@ -210,10 +224,9 @@ class _Walk:
         for number, node in enumerate(nodes):
             if time.monotonic() > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
-            _progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
+            progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
             values[node] = self._value(node, number, values, members, inputs, training)
             self._link(node, number, values, training)
-        _progress("")
 
     def _value(
         self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], inputs: Inputs, training: bool

@@ -21,7 +21,7 @@ from ellzero import gates as gt
 from ellzero.gated.module import Gated
 from ellzero.graph.plan import Plan
 from ellzero.graph.running import agree, enough, first_examples, outputs, stirred, watched
-from ellzero.graph.tracing import Inputs, first_line
+from ellzero.graph.tracing import Inputs, first_line, progress, telling
 from ellzero.out.fingerprint import note_example
 
 TOLERANCE = 1e-12  # of the largest output, in float64
@@ -89,7 +89,8 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
         )
     plan = gated.plan().beyond(gated.taken)
     if verify:
-        _prove(gated, plan)
+        with telling():
+            _prove(gated, plan)
     small = fold(gated)
     plan.apply(small)
     return small
@@ -153,6 +154,7 @@ class _Proof:
         for inputs, expected in pairs:
             if any(_is_nan(t) for t in expected):
                 continue
+            progress("proving that the compact network is the same function")
             try:
                 same = agree(expected, outputs(self.model, inputs), self.tolerance)
             except Exception as error:
