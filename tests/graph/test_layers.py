@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ellzero.graph.resizing import resize
 from ellzero.graph.rules.call import RULES, tensors
-from ellzero.graph.rules.entrywise import BINARY, UNARY
+from ellzero.graph.rules.entrywise import BINARY, DRAWN_IN_TRAINING, UNARY
 from ellzero.graph.ties import Ties, classes
 from ellzero.graph.tracing import _Walk, canonical_names
 from ellzero.graph.values import Value
@@ -127,12 +127,19 @@ EXTRA: dict[str, tuple[Any, ...]] = {
     "fill": (0.5,),
     "fake_quantize_per_tensor_affine": (0.1, 0, 0, 255),
 }
-RANDOM = {"bernoulli", "rand_like", "randn_like", "empty_like"}  # two runs differ by themselves
+RANDOM = {"empty_like"}  # two runs differ by themselves
 BITS = {"logical_not", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor"}  # on truth values, below
+
+
+def _into_a_part(whole: Tensor, part: Tensor) -> Tensor:
+    whole[:, 1:2].copy_(part)
+    return whole
+
+
 OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {
     **{
         n: (lambda p, n=n: getattr(torch.ops.aten, n)(p, *EXTRA.get(n, ())), (B,))
-        for n in UNARY.split()
+        for n in (UNARY + " " + DRAWN_IN_TRAINING).split()
         if n not in RANDOM | BITS
     },
     **{
@@ -251,6 +258,11 @@ OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {
     "select": (lambda p: p[:, 1] + p.select(1, -1), (B,)),
     "index": (lambda p: p[:, torch.tensor([2, 0])], (B,)),
     "index_select": (lambda p: p.index_select(1, torch.tensor([2, 0])), (B,)),
+    "gather": (lambda p: p.gather(1, torch.zeros(2, 2, 4, dtype=torch.long)), (B,)),
+    "index_add": (lambda p, q: p.index_add(1, torch.tensor([2, 0]), q, alpha=2), (B, (2, 2, 4))),
+    "index_copy": (lambda p, q: p.index_copy(-1, torch.tensor([2, 0]), q), (B, (2, 3, 2))),
+    "copy": (lambda p, q: p.exp().copy_(q), (B, (3, 4))),
+    "copy into a part": (lambda p, q: _into_a_part(p.exp(), q), (B, (2, 1, 4))),
     "split": (lambda p: p.split([1, 3], 2), (B,)),
     "split evenly": (lambda p: [*p.split(2, 2), *p.chunk(3, 1), *p.tensor_split(2, 1)], (B,)),
     "unbind": (lambda p: p.unbind(1), (B,)),
@@ -304,6 +316,8 @@ def test_units_are_carried_where_they_can_be() -> None:
         "upsample bilinear",
         "pixel_shuffle",
         "repeat",
+        "index_add",
+        "copy",
     ):
         op, shapes = OPS[name]
         assert assert_sound(op, *shapes) > 0, name

@@ -21,7 +21,7 @@ DRAWN = "rand_like randn_like bernoulli"
 DRAWN_IN_TRAINING = "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout rrelu"
 BINARY = """mul multiply div divide true_divide floor_divide remainder fmod maximum minimum fmax fmin eq ne lt le gt ge
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor where masked_fill lerp
-addcmul addcdiv atan2 copysign hypot xlogy"""
+addcmul addcdiv atan2 copysign hypot xlogy copy"""
 
 
 @couples(*UNARY.split(), *BINARY.split())

@@ -182,6 +182,26 @@ def picked(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
     return Value(call.shape, carried, x.why)
 
 
+@couples("index_add", "index_copy")
+def put(call: Call, x: Value, dim: int, index: Value, source: Value, *_: Any) -> Value:
+    """Entries put at their numbers along one dimension: what lies there is frozen, all else meets entry by entry."""
+    dim = axis(dim, x.ndim)
+    values.freeze(call.ties, index, f"{call.where} uses it as an index")
+    rest = []
+    for value in (x, source):
+        carried = values.without(call.ties, value, [dim], f"{call.where} puts entries at units by their number")
+        rest.append(Value((*value.shape[:dim], 1, *value.shape[dim + 1 :]), carried, value.why))
+    out = values.elementwise(call.ties, rest, (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+    out.shape = call.shape
+    return out
+
+
+@couples("gather")
+def gathered(call: Call, x: Value, dim: int, index: Value, *_: Any) -> list[Value]:
+    """The index has an entry for every unit, wherever these lie: nothing tells which of them goes with which."""
+    return unknown(call, [x, index], f"{call.where} looks entries up by numbers, of which it has one for each unit")
+
+
 @couples("im2col", sized=True)
 def windows(call: Call, x: Value, kernel: Sequence[int], *_: Any) -> Value:
     """The windows of an image, each channel's places in a window one after the other."""
