@@ -71,7 +71,10 @@ def test_no_such_network() -> None:
         WideResNet(16, width=0)
 
 
-@pytest.mark.parametrize(("name", "x"), [("lenet300", DIGIT), ("lenet5", DIGIT), ("wrn-10-1", COLOUR)])
+@pytest.mark.parametrize(
+    ("name", "x"),
+    [("lenet300", DIGIT), ("lenet5", DIGIT), pytest.param("wrn-10-1", COLOUR, marks=pytest.mark.slow)],
+)
 def test_facts_are_those_of_the_network(name: str, x: Tensor) -> None:
     facts = find(name)
     net = facts.make(7, dropout=0.5).eval()

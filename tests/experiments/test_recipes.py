@@ -70,7 +70,7 @@ def gates(recipe: Recipe) -> dict[str, int]:
         ("gallego-mlp-layers", {"fc1": 0.2, "fc2": 0.5, "fc3": 0.5}),
         ("louizos-lenet5-sep", {"conv1": 0.5, "conv2": 0.5, "fc1": 0.5, "fc2": 0.5}),
         ("gallego-lenet5-layers", {"conv1": 0.5, "conv2": 0.5, "fc1": 0.5, "fc2": 0.5}),
-        ("gallego-wrn-35-cifar10", {f"blocks.{i}.conv1": 0.3 for i in range(12)}),
+        pytest.param("gallego-wrn-35-cifar10", {f"blocks.{i}.conv1": 0.3 for i in range(12)}, marks=pytest.mark.slow),
     ],
 )
 def test_patterns_name_each_gate_of_the_network_once(name: str, rates: dict[str, float]) -> None:

@@ -89,6 +89,7 @@ def test_the_model_and_the_random_state_are_left_alone() -> None:
     assert all(torch.equal(state[k], t) for k, t in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_which_axes_can_vanish() -> None:
     def vanishing(model: nn.Module, x: Tensor) -> list[str]:
         return [a.name for a in proven(model, l0.graph.trace(model, x), as_inputs(x)).axes if a.can_vanish]

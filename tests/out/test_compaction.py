@@ -570,6 +570,7 @@ def test_grouped_query_attention_is_frozen_and_its_feed_forward_exact() -> None:
         assert "attention heads" in str(reasons[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable", [True, False])
 def test_transformer_encoder_layer(trainable: bool) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 7, batch_first=True).requires_grad_(trainable)

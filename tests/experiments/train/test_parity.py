@@ -111,6 +111,7 @@ def test_a_recipe_with_a_target_is_the_loop_of_the_readme(case: str) -> None:
     assert_same(trainer, gated, constraint)
 
 
+@pytest.mark.slow
 def test_a_recipe_with_a_penalty_is_the_loop_of_the_readme() -> None:
     weight = 2.0**-10
     r = recipe(penalty=weight * TRAIN, epochs=EPOCHS)
