@@ -63,3 +63,9 @@ def test_no_test_module_imports_another() -> None:
         if name.split(".")[0].startswith("test_")
     }
     assert not found
+
+
+def test_no_two_test_modules_have_the_same_name() -> None:
+    """They are imported by it: of two, the second is not collected, and no test runs."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
