@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -485,6 +486,18 @@ def test_mistakes_in_the_loop_are_told_where_they_happen() -> None:
         l0.Budget(attached(), macs=0.5, steps=10).load_state_dict(state)
     with pytest.raises(ValueError, match="whose `settles` is 4, not 5"):
         l0.Budget(attached(), macs=0.4, steps=10, learning=0.5).load_state_dict(state)
+
+
+def test_gates_that_settle_before_they_could_choose_are_noticed() -> None:
+    gated = attached()
+    budget = l0.Budget(gated, macs=0.4, steps=40)
+    with pytest.warns(UserWarning, match=r"gates settle after 0 steps with 100 % of `macs` kept, of 40 % that"):
+        budget.settle()
+    gated = attached()
+    budget = l0.Budget(gated, macs=0.85, steps=40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        budget.settle()  # little is closed at once
 
 
 def test_gates_that_are_fixed_stay_so_in_training_mode() -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -161,6 +162,7 @@ def _child(job: Callable[..., None], log: str, arguments: dict[str, Any]) -> Non
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
+        warnings.filterwarnings("ignore", "gates settle after")  # as in all tests: trainings are short
         job(**arguments)
         code = 0
     except BaseException:

@@ -7,6 +7,7 @@ loss, its optimizer and its schedule are the user's.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -25,7 +26,7 @@ from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
 from ellzero.out import shrinking
 from ellzero.out.compaction import compact
 from ellzero.out.driving import Driver, refuse_without
-from ellzero.out.finalization import refuse_unreachable
+from ellzero.out.finalization import MUCH, refuse_unreachable
 from ellzero.out.settling import recalibrate, settle
 
 # The share of the steps in which gates learn. A small ResNet on CIFAR-100 (`benchmarks/own_loop.py`), 8 epochs, two
@@ -200,6 +201,7 @@ class Budget:
             raise RuntimeError(f"`settle()` must come while gates learn, and this budget is {self.phase}")
         if optimizer is None and self._driver is not None:
             optimizer = self._driver.optimizer
+        _warn_of_haste(self)
         settle(self.gated, self.bounds)
         _fix(self.gated)
         self.masked = _take_out(self.gated, optimizer) if self.shrink else "`shrink=False`"
@@ -288,6 +290,19 @@ class Budget:
             self._average = average
         if self._driver is not None and self._adam is not None:
             self._driver.adam.load_state_dict(self._adam)
+
+
+def _warn_of_haste(budget: Budget) -> None:
+    """Warns where gates had no time to choose, so that what stays is nearly left to chance."""
+    for cost, bound in budget.bounds.items():
+        most = max(bound.values()) if isinstance(bound, Mapping) else bound
+        share = float(costs.kept(cost)(budget.gated)) / costs.dense(cost, budget.gated)
+        if share > most + MUCH:
+            warnings.warn(
+                f"gates settle after {budget.done} steps with {100 * share:.0f} % of `{name_of(cost)}` kept, of "
+                f"{100 * most:.4g} % that may be: too few steps to choose by; train longer or with a larger `gate_lr`",
+                stacklevel=4,
+            )
 
 
 def _claim(gated: Gated, budget: Budget) -> None:
