@@ -161,10 +161,8 @@ class _Proof:
                 what = "the compact network does not run on the example input, so that its forward must ask for a size"
                 raise CompactionError(f"{what} that is gone ({first_line(error)})") from error
             if not same:
-                layer = self._first_difference(inputs)
-                raise CompactionError(
-                    f"the compact network differs from the gated one on the example, first at {layer}"
-                )
+                what = f"first at {self._first_difference(inputs)}"
+                raise CompactionError(f"the compact network differs from the gated one on the example, {what}")
 
     def _first_difference(self, inputs: Inputs) -> str:
         """The first layer, in the order they run, whose surviving outputs differ."""
