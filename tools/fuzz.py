@@ -1,6 +1,6 @@
 """Gates and compacts random networks, and prints how many came out exact, refused at `attach`, wrong, failed after it.
 
-    python tools/fuzz.py --count 500 --seed 0
+    python tools/fuzz.py --count 500 --seed 0 [--as-large]
 
 The networks and the oracle are in `tests/support/wild.py`. What was wrong or failed is printed with its seed.
 """
@@ -16,6 +16,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import torch  # noqa: E402
 
+from ellzero.graph import running  # noqa: E402
 from support.wild import judged  # noqa: E402
 
 
@@ -24,7 +25,10 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="how many networks (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one (default: %(default)s)")
     parser.add_argument("--show", action="store_true", help="say something about every network")
+    parser.add_argument("--as-large", action="store_true", help="try as little as with a large network")
     args = parser.parse_args()
+    if args.as_large:
+        running.LARGE = 0
     torch.set_num_threads(1)
     found: Counter[str] = Counter()
     start = time.monotonic()

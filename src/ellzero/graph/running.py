@@ -23,10 +23,12 @@ from ellzero.graph.axes import Graph
 from ellzero.graph.rules import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, run
 
+LARGE = 1_000_000  # parameters
+
 
 def is_large(model: nn.Module) -> bool:
-    """Whether a forward costs more than what is done around it, by a rule of thumb: a million parameters."""
-    return sum(p.numel() for p in model.parameters()) > 1_000_000
+    """Whether a forward costs more than what is done around it, by a rule of thumb."""
+    return sum(p.numel() for p in model.parameters()) > LARGE
 
 
 def lean(model: nn.Module) -> nn.Module:
