@@ -78,7 +78,12 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first, then files with slow ones: what is left for two processes in the end is short."""
+    """Long tests come first, then files with slow ones: what is left for two processes in the end is short. Pages whose
+    examples run are slow.
+    """
+    for item in items:
+        if item.path.suffix == ".md":
+            item.add_marker("slow")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     long = {item for item in items if any(mark.kwargs.get("first") for mark in item.iter_markers("slow"))}
     items.sort(key=lambda item: (item not in long, item.path not in slow))

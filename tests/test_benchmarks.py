@@ -81,6 +81,7 @@ def test_steps_of_wide_networks_that_are_measured_in_no_way_are_refused(
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_inference_is_measured_at_the_architecture_of_the_paper(benchmark: Any) -> None:
     """Louizos et al., Table 1: 9 and 18 maps, 65 and 25 inputs of the linear layers."""
     inference, networks = benchmark("inference"), benchmark("step_overhead")

@@ -23,6 +23,7 @@ def renderer() -> ModuleType:
     return loaded(ROOT / "reproductions" / "render.py")
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_of_the_stored_results() -> None:
     render = renderer()
     written = render.PAGE.read_text(encoding="utf-8")

@@ -58,6 +58,7 @@ def test_the_own_loop_stops_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert share(whole) <= 0.3
 
 
+@pytest.mark.slow
 def test_the_custom_cost_is_kept() -> None:
     small = loaded(ROOT / "examples" / "custom_cost.py").main(steps=40)  # it checks the cost by itself
     assert sum(p.numel() for p in small.parameters()) <= 0.4 * (21 * 64 + 65 * 32 + 33 * 2)

@@ -61,6 +61,7 @@ def same_function(gated: l0.Gated, x: Tensor) -> None:
     assert str(l0.report(gated))
 
 
+@pytest.mark.slow
 def test_a_gate_family() -> None:
     x, family = torch.randn(8, 6), example("A gate family")["UniformGate"]
     gated = trained(mlp(6, 8, 7, 2), x, gate=family)
@@ -94,6 +95,7 @@ class Crossed(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rules")
 def test_a_rule_for_an_operation() -> None:
     x = torch.randn(2, 3, 4)
@@ -121,6 +123,7 @@ def stripes(_: Any) -> tuple[np.ndarray, ...]:
     return x, y, x, y
 
 
+@pytest.mark.slow
 def test_a_network_and_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Facts((1, 4, 6), ("left", "right"), (0.4,), (0.4,), stripes)  # type: ignore[arg-type]
     monkeypatch.setitem(data.KNOWN, "stripes", known)

@@ -138,6 +138,7 @@ def rows(text: str) -> list[list[str]]:
     return [[cell for cell in line.strip().split("  ") if cell.strip()] for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_inspect_prints_the_axes_of_lenet(run: Run) -> None:
     code, out, err = run("inspect", "nets:LeNet", "--input", "1,1,28,28")
     assert (code, err) == (0, "")
@@ -153,6 +154,7 @@ def test_inspect_prints_the_axes_of_lenet(run: Run) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.slow
 def test_inspect_leaves_no_reason_out(run: Run) -> None:
     _, out, _ = run("inspect", "nets:Normed", "--input", "1,4", "--json")
     (why,) = [axis["why"] for axis in json.loads(out)["axes"] if axis["name"] == "encoder_second_projection"]
@@ -195,6 +197,7 @@ def test_streams_shrink_when_asked(run: Run) -> None:
     assert ["b", "a"] in table  # the second writer and the second reader
 
 
+@pytest.mark.slow
 def test_what_breaks_only_when_a_unit_is_removed_is_frozen_too(run: Run) -> None:
     _, out, _ = run("inspect", "nets:Literal", "--input", "2,1,28,28", "--json")
     conv2 = next(a for a in json.loads(out)["axes"] if a["name"] == "conv2")

@@ -158,6 +158,7 @@ def test_a_run_by_the_command_line_is_the_run_by_hand(
     assert stored(home / "compact.safetensors") == stored(tmp_path / "mine.safetensors")
 
 
+@pytest.mark.slow
 def test_what_is_printed_in_the_end(home: Path, run: Run, small: torch.nn.Module, network: Gated) -> None:
     """Of a run that is finished, nothing is trained again; the printed Python runs, and gets the printed error."""
     code, out, _ = run("train", "--resume", str(home))
@@ -172,6 +173,7 @@ def test_what_is_printed_in_the_end(home: Path, run: Run, small: torch.nn.Module
     assert percent_wrong(known["logits"]) == wrong(small)
 
 
+@pytest.mark.slow
 def test_json_of_a_run(home: Path, run: Run, small: torch.nn.Module) -> None:
     code, out, err = run("train", "--resume", str(home), "--json", "--quiet")
     assert (code, err) == (0, "")
@@ -186,6 +188,7 @@ def test_json_of_a_run(home: Path, run: Run, small: torch.nn.Module) -> None:
     assert content["warning"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_fields_go_into_the_recipe_and_the_folder_has_its_name(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(SMALL.override(epochs=1, finetune_epochs=0).to_toml())
@@ -249,6 +252,7 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_uninterrupted_one(
     assert stored(again.path / "compact.safetensors") == stored(home / "compact.safetensors")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_and_says_what_there_is(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,6 +304,7 @@ def test_a_resumed_run_keeps_what_it_was_begun_with(run: Run, tmp_path: Path, mo
     assert len(list((tmp_path / "here" / "tensorboard").iterdir())) == 2  # one of each process
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_dense_recipe_ends_with_the_plain_network(run: Run, tmp_path: Path) -> None:
     options = ["--placement", "none", "--at-most", "none", "--finalize", "false", "--finetune-epochs", "0"]
@@ -358,6 +363,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", MISTAKES)
 def test_bad_usage_is_one_line_and_code_2_and_leaves_nothing(message: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text('name = "x')
@@ -491,6 +497,7 @@ def test_a_folder_that_is_removed_or_moved_while_it_trains_is_an_error(
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("left", [None, b"\0garbage\n", 2])
@@ -513,6 +520,7 @@ def test_a_good_checkpoint_goes_on_without_its_history(
     assert len(Folder.open(copy).history()) == max(kept, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 @pytest.mark.filterwarnings("default")
 def test_another_number_of_threads_is_told(run: Run, home: Path, tmp_path: Path) -> None:
@@ -527,6 +535,7 @@ def test_another_number_of_threads_is_told(run: Run, home: Path, tmp_path: Path)
     assert f"OMP_NUM_THREADS={before} gives" in err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_a_training_that_stays_finite_and_has_not_worked_says_so(run: Run, tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text(SMALL.override(epochs=1).to_toml())
@@ -646,6 +655,7 @@ def test_evaluate_is_what_the_networks_do(run: Run, home: Path, network: Gated, 
     assert "After 4 epochs (finished), on 1,000 test images of mnist5k." in out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_an_unfinished_run_can_be_looked_at(run: Run, tmp_path: Path) -> None:
     """A trainer that stands after one of three epochs."""
@@ -706,6 +716,7 @@ def test_compact_to_pt2_and_onnx(run: Run, home: Path, small: torch.nn.Module, t
         np.testing.assert_allclose(session.run(None, {"input": images.numpy()})[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_file_that_computes_something_else_is_not_written(
     run: Run, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -752,6 +763,7 @@ def test_onnx_that_is_not_installed_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_file_without_onnxruntime_is_written_and_said_to_be_unchecked(
     run: Run, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -769,6 +781,7 @@ def test_a_file_without_onnxruntime_is_written_and_said_to_be_unchecked(
 # ---------------------------------------------------------------- report
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_data")
 def test_report_is_that_of_the_library(run: Run, home: Path, network: Gated) -> None:
     expected = ellzero.report(network)
@@ -856,6 +869,7 @@ def test_completion_is_a_script(shell: str, run: Run) -> None:
         assert word in out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs bash")
 @pytest.mark.parametrize(
     ("words", "expected"),

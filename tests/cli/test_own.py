@@ -163,6 +163,7 @@ def test_what_cannot_be_sliced_alive_is_masked_to_the_end(own: str, tmp_path: Pa
         assert sum(p.numel() for p in small.parameters()) == l0.params(network, kept=True)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_is_refused_in_a_line(own: str, tmp_path: Path, run: Run) -> None:
     with module(
         tmp_path,
@@ -349,6 +350,7 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("says", MISTAKES)
 @pytest.mark.filterwarnings("ignore:.*drawn with seed 0:UserWarning")
 def test_mistakes_are_one_line_and_leave_no_folder(

@@ -88,6 +88,7 @@ def test_the_same_figure_gives_the_same_bytes(tmp_path: Path) -> None:
     assert "date>" not in first[1].read_text()
 
 
+@pytest.mark.slow
 def test_the_style_ends_with_the_figure(tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
     drawn(tmp_path / "figure")
@@ -139,6 +140,7 @@ def test_a_pareto_plot_shows_all_points_and_the_front_of_ours(tmp_path: Path, mo
     assert "1 published" in caption
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", ["lenet300", "lenet5"])
 def test_the_names_of_published_points_do_not_cover_each_other(
     network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -51,6 +51,7 @@ def test_parameters_of_wide_networks(depth: int, width: int, classes: int) -> No
     assert sum(1 for m in net.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)) == depth - 3
 
 
+@pytest.mark.slow
 def test_published_sizes_of_wrn_28_10() -> None:
     with torch.device("meta"):
         net, x = WideResNet(28, 10), torch.zeros(1, 3, 32, 32)
@@ -155,6 +156,7 @@ def test_dropout_is_on_the_hidden_layer() -> None:
 # ---------------------------------------------------------------- what the library finds in them
 
 
+@pytest.mark.slow
 def test_gates_of_the_papers() -> None:
     perceptron = l0.attach(LeNet300(), DIGIT, where=l0.per_layer)
     assert gates(perceptron) == {"fc1": 784, "fc2": 300, "fc3": 100}

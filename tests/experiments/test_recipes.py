@@ -82,6 +82,7 @@ def test_patterns_name_each_gate_of_the_network_once(name: str, rates: dict[str,
     assert strength.keys() == found.keys()
 
 
+@pytest.mark.slow
 def test_gates_are_as_many_as_in_the_papers() -> None:
     assert list(gates(get("louizos-mlp")).values()) == [784, 300, 100]
     assert list(gates(get("gallego-lenet5")).values()) == [20, 50, 800, 500]

@@ -299,6 +299,7 @@ def test_what_is_finished_is_not_trained_again(done: Any, monkeypatch: pytest.Mo
     assert reproduce(made, out, seeds=2, epochs=1) == records
 
 
+@pytest.mark.slow
 def test_constraints_lost_in_a_crash_are_made_again(done: Any) -> None:
     out, made, records, _ = done
     (folder,) = (out / "stacks").iterdir()
@@ -429,6 +430,7 @@ TABLE = ["reproduce", "gallego2021-table1", "--seeds", "1", "--epochs", "1", "--
 LIGHT = ["reproduce", "louizos2018-table1", *TABLE[2:]]  # without constraints, which the stand-in cannot train
 
 
+@pytest.mark.slow
 def test_the_command_lists_the_studies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce"]) == 0
     printed = capsys.readouterr().out
@@ -438,6 +440,7 @@ def test_the_command_lists_the_studies(capsys: pytest.CaptureFixture[str]) -> No
     assert [s["name"] for s in json.loads(capsys.readouterr().out)] == list(studies())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_images", "untrained")
 def test_the_command_trains_prints_stores_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     only = ["--only", "louizos-mlp*"]
@@ -473,6 +476,7 @@ def test_the_command_trains_prints_stores_and_goes_on(capsys: pytest.CaptureFixt
     assert (out / "louizos-mlp.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_images")
 def test_ctrl_c_says_how_to_go_on_and_that_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -149,6 +149,7 @@ def test_computing_leaves_the_random_numbers_of_others_alone() -> None:
 # ---- FLOPs ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dropout_s_flops_are_the_product_of_keep_rates() -> None:
     figure = module("louizos2018_figure3")
     mlp, _, lenet, _ = (row.recipe for row in figure.ROWS)
@@ -161,6 +162,7 @@ def test_dropout_s_flops_are_the_product_of_keep_rates() -> None:
     assert figure.with_dropout(lenet) == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_lines_of_figure_3_are_twice_the_expected_macs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figure = module("louizos2018_figure3")
     seen: list[Any] = []

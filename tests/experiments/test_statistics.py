@@ -32,6 +32,7 @@ def test_one_value_has_no_interval() -> None:
 COORDINATE = st.integers(0, 6).map(float)  # few values, so that there are ties of all kinds
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(COORDINATE, COORDINATE), max_size=30))
 def test_the_front_is_what_no_other_point_beats(points: list[tuple[float, float]]) -> None:
     def beats(a: tuple[float, float], b: tuple[float, float]) -> bool:

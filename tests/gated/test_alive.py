@@ -62,6 +62,7 @@ CASES: list[tuple[str, nn.Module, tuple[int, ...], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "shape", "options"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_alive_is_the_probability_that_something_reads_the_unit(
     model: nn.Module, shape: tuple[int, ...], options: dict[str, Any]

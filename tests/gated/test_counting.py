@@ -67,6 +67,7 @@ def test_expected_entries_are_the_mean_over_all_states(width: int, hidden: list[
         assert l0.params(gated).item() == pytest.approx(mean, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shape", "options"),
     [
@@ -89,6 +90,7 @@ def test_expectation_at_certain_gates_is_the_count(
             assert l0.params(gated).item() == entries(gated, units.numpy() > 0.5, read)
 
 
+@pytest.mark.slow
 def test_units_that_count_alike_are_summed_once() -> None:
     """Sums run over the population once, however many weights there are: a segment per sort of unit."""
     gated = traced.attached(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer)
@@ -131,6 +133,7 @@ def test_parameters_of_the_model_itself_carry_their_own_name() -> None:
     assert l0.dense(l0.macs, gated) == 12
 
 
+@pytest.mark.slow
 def test_macs_are_per_example_whatever_the_batch() -> None:
     for batch in (1, 5):
         gated = traced.attached(lenet(), torch.zeros(batch, 1, 28, 28))

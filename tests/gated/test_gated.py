@@ -140,6 +140,7 @@ def test_gradient_to_log_alpha_is_the_finite_difference() -> None:
         assert parameter.grad.count_nonzero() > 1
 
 
+@pytest.mark.slow
 def test_a_gate_on_readers_keeps_the_gradient_that_batch_norm_would_undo() -> None:
     """conv – norm – conv: the scale of a writer is normalised away, that of a reader is not."""
     torch.manual_seed(0)
@@ -217,6 +218,7 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [l0.shrinkable, l0.per_layer], ids=["shrinkable", "per_layer"])
 def test_a_transformer_layer_is_gated_in_training_and_on_the_fast_path(where: Any) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, dim_feedforward=6, dropout=0.0, batch_first=True)
@@ -243,6 +245,7 @@ def test_a_transformer_layer_is_gated_in_training_and_on_the_fast_path(where: An
         assert (ours - layer(x)).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_the_output_projection_of_multihead_attention_is_gated(training: bool) -> None:
     """`nn.MultiheadAttention` reads `out_proj.weight` without calling `out_proj`: hooks on the layer never run."""
@@ -366,6 +369,7 @@ def test_training_the_gated_model_trains_the_users_parameters() -> None:
     assert all(not torch.equal(a, b) for a, b in zip(before, gated.model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_train_and_eval_reach_the_model() -> None:
     gated = l0.attach(Everything(), torch.zeros(6, 3))
     assert not gated.eval().model.dropout.training
@@ -427,6 +431,7 @@ def test_dotted_names_have_one_module_each() -> None:
     assert "gates.1/1.log_alpha" in gated.state_dict()
 
 
+@pytest.mark.slow
 def test_the_state_of_another_network_is_refused_and_nothing_loaded() -> None:
     gated = attached()
     before = {name: t.clone() for name, t in gated.state_dict().items()}
@@ -594,6 +599,7 @@ def test_a_whole_loss_with_costs_compiles_in_one_graph(make: Callable[[], l0.Gat
     torch.testing.assert_close(ours, grads(gated))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_what_eager_code_has_worked_out_is_used_by_compiled_code() -> None:
     gated = attached()
@@ -601,6 +607,7 @@ def test_what_eager_code_has_worked_out_is_used_by_compiled_code() -> None:
     torch.testing.assert_close(torch.compile(l0.l0_norm, fullgraph=True, backend="aot_eager")(gated), eager)
 
 
+@pytest.mark.slow
 def test_the_same_network_with_other_numbers_need_not_be_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = (l0.attach(ConvNet(), torch.zeros(2, 1, 4, 4)) for _ in range(2))
     another = attached().graph
@@ -632,6 +639,7 @@ def test_inductor_gives_the_eager_loss() -> None:
     torch.testing.assert_close(ours, grads(gated))
 
 
+@pytest.mark.slow
 def test_export_gives_the_evaluation_network() -> None:
     gated = scattered(traced.attached(ConvNet(), torch.zeros(2, 1, 4, 4))).eval()
     x = torch.randn(2, 1, 4, 4)
@@ -956,6 +964,7 @@ def test_a_forward_that_belongs_to_another_object_is_refused() -> None:
         l0.attach(model, torch.ones(2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example",
     [
@@ -1028,6 +1037,7 @@ def test_axes_by_hand_gate_what_cannot_be_traced() -> None:
         torch.testing.assert_close(gated(x, gate_noise=noise), by_hand(x))
 
 
+@pytest.mark.slow
 def test_all_gates_are_drawn_together() -> None:
     """However many layers there are: the kernels of a draw do not grow with them."""
 
@@ -1048,6 +1058,7 @@ def test_what_is_flat_is_split_by_placement() -> None:
         torch.testing.assert_close(parts[name], gate.prob_open(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_threads_attach_one_after_the_other() -> None:
     """Torch's tracer has one state for all threads, and would say that the model cannot be traced."""
     nets = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2)) for width in (3, 4, 5, 6)]

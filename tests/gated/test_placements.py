@@ -61,6 +61,7 @@ def test_per_layer_multiplies_the_readers_of_a_map_and_counts_its_own_weights() 
     assert placements["fc"].multiplies[0].units.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_per_layer_counts_a_convolution_without_bias() -> None:
     gated = traced.attached(ConvNet(), torch.zeros(2, 1, 4, 4), where=l0.per_layer)
     assert sizes(gated) == [3, 2, 2]
@@ -107,6 +108,7 @@ def test_shrinkable_counts_the_weights_that_read() -> None:
     assert l0.dense(l0.l0_norm, gated) == 20 * 50 * 25 + 50 * 16 * 500 + 500 * 10
 
 
+@pytest.mark.slow
 def test_streams_are_gated_only_when_asked_for() -> None:
     without = traced.attached(Residual(), torch.zeros(2, 2))
     assert {name: gate.shape.numel() for name, gate in without.named_gates()} == {"up": 2}
@@ -165,6 +167,7 @@ def test_weights_gives_every_entry_a_gate() -> None:
         torch.testing.assert_close(gated(x, gate_noise=noise), by_hand)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["nothing*", "0.bia", ""])
 def test_weights_that_match_nothing_are_refused_and_the_names_listed(pattern: str) -> None:
     with pytest.raises(

@@ -133,6 +133,7 @@ def _named() -> Any:
     return zip(("keys", "values", "update"), (nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 3)), strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WORKS)
 def test_what_failed_obscurely_works_or_is_frozen(kind: str) -> None:
     make, x, names = WORKS[kind]
@@ -216,6 +217,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ARGUMENTS)
 def test_an_argument_is_refused_by_its_name(kind: str) -> None:
     call, sentence = ARGUMENTS[kind]

@@ -87,6 +87,7 @@ def _fresh_compiler() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_named_arguments_go_through_a_compiler_and_an_export() -> None:
     gated, x = attached().eval(), torch.randn(2, 3)

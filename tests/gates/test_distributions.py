@@ -189,6 +189,7 @@ def test_rectifying_a_stretched_concrete_gives_the_hard_concrete() -> None:
     torch.testing.assert_close(kl_divergence(general, special_case), torch.zeros(3, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @given(loc=st.floats(-1.5, 2.5), scale=st.floats(0.05, 2))
 def test_rectified_normal_has_its_closed_form_mean(loc: float, scale: float) -> None:
     z = Rectified(Normal(double(loc), double(scale)))

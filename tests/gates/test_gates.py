@@ -175,6 +175,7 @@ def test_initialised_by_drop_rate(drop_rate: float, published: float) -> None:
     assert gate.prob_open().mean().item() == pytest.approx(published, abs=1e-3)
 
 
+@pytest.mark.slow
 @given(log_alpha=st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=8), beta=st.floats(0.1, 2))
 def test_a_gate_is_its_distribution(log_alpha: list[float], beta: float) -> None:
     gate = HardConcreteGate(len(log_alpha), beta=beta)

@@ -13,6 +13,7 @@ from ellzero.graph.axes import Graph, Numbers, Site, Step
 from ellzero.graph.ties import Ties, classes, unify
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 def test_classes_are_connected_components(count: int, data: st.DataObject) -> None:
     atom = st.integers(0, count - 1)

@@ -115,6 +115,7 @@ def test_the_unit_with_most_evidence_comes_back() -> None:
     assert plan.units[:5].tolist() == [False, False, False, True, False]
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), min_size=12, max_size=12), st.lists(st.integers(0, 9), min_size=12, max_size=12))
 def test_groups_are_filled_up_with_the_best(alive: list[bool], evidence: list[int]) -> None:
     """Every group keeps as many as the fullest, all that were alive, and of the others those with most evidence."""

@@ -85,6 +85,7 @@ REACHED: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REACHED)
 def test_what_was_left_out_is_gated_and_exact(kind: str) -> None:
     model, example, names = REACHED[kind]
@@ -107,6 +108,7 @@ def test_what_a_normed_weight_reads_is_in_its_norm(norm: Callable[[nn.Module], n
         l0.attach(model, noise(2, 4))
 
 
+@pytest.mark.slow
 def test_a_stream_has_a_weight_on_the_way() -> None:
     """What a layer computes from it is added back: a stream still, and left out; a rate of its own is no such layer."""
     added = net(lambda m, x: (h := m.a(x)) is not None and m.o(h + m.b(h.relu())), b=nn.Linear(6, 6), **LAYERS)

@@ -64,6 +64,7 @@ def test_zero_weights_do_not_hide_a_wrong_answer() -> None:
     assert "another output" in str(reasons(model, torch.ones(2, 3))["up"])
 
 
+@pytest.mark.slow
 def test_one_bad_axis_leaves_the_others() -> None:
     class Literal(MLP):
         def forward(self, x: Tensor) -> Tensor:
@@ -77,6 +78,7 @@ def test_one_bad_axis_leaves_the_others() -> None:
     assert "does not run with a unit of it removed (RuntimeError" in str(found["layers.2"])
 
 
+@pytest.mark.slow
 def test_the_model_and_the_random_state_are_left_alone() -> None:
     model = ResNet().train()
     state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -187,6 +189,7 @@ class Counting(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_how_often_a_large_network_runs() -> None:
     """In units of one forward on the example, by the multiplications of fully connected layers."""
     model = Counting(nn.Sequential(nn.Linear(8, 1200), nn.ReLU(), nn.Linear(1200, 1200), nn.ReLU(), nn.Linear(1200, 2)))

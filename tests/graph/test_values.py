@@ -77,6 +77,7 @@ def _fitted(parts: Sequence[int], total: int) -> tuple[int, ...]:
     return (*out, total)
 
 
+@pytest.mark.slow
 @given(some_values(), st.data())
 def test_reshape_is_what_torch_does(start: tuple[Ties, Value], data: st.DataObject) -> None:
     """Through up to three reshapes and permutations in a row: at each entry the same unit, or the unit is frozen."""
@@ -166,6 +167,7 @@ def test_drop_is_select(start: tuple[Ties, Value], data: st.DataObject) -> None:
         assert set(truth.flatten().tolist()) <= frozen(record)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_elementwise_ties_exactly_what_meets(data: st.DataObject) -> None:
     """Brute force: entry by entry, the units of both operands belong together, and nothing else does."""

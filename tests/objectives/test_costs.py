@@ -158,6 +158,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_expected_cost_is_the_mean_over_all_states(case: Case) -> None:
     gated = case.gated()
@@ -218,6 +219,7 @@ def test_gradients_of_expected_costs_are_finite_differences(case: Case) -> None:
             )
 
 
+@pytest.mark.slow
 def test_a_residual_stream_counts_each_unit_once_with_itself() -> None:
     """E[n²] = (Σp)² − Σp² + Σp for the square block of a stream."""
     gated = Case("", Residual, (2,), residual, {"where": l0.shrinkable(streams=True)}).gated()
@@ -230,6 +232,7 @@ def test_a_residual_stream_counts_each_unit_once_with_itself() -> None:
 # ---- vanished branches -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_vanished_branch_costs_the_bias_that_it_leaves() -> None:
     gated = l0.attach(Residual().double(), torch.zeros(2, 2, dtype=torch.float64))
     gated.gates["up"].close_(torch.tensor([True, True]))
@@ -288,6 +291,7 @@ def test_l2_norm_can_leave_the_gates_alone() -> None:
     assert torch.autograd.grad(l0.l2_norm(gated), gate)[0].abs().min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in CASES if c.attach.get("where") is not l0.per_layer], ids=str)
 def test_l0_norm_is_the_mean_number_of_weights_that_are_not_zero(case: Case) -> None:
     """Where the gates count what they multiply, the folded network shows it: by enumeration."""

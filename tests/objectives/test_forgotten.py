@@ -43,7 +43,7 @@ TERMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("term", TERMS)
 def test_a_loop_that_forgets_nothing_hears_nothing(term: str) -> None:
-    assert loop(attached(), TERMS[term](), 120) == []
+    assert loop(attached(), TERMS[term](), 110) == []
 
 
 @pytest.mark.parametrize("term", TERMS)
@@ -51,13 +51,13 @@ def test_a_loop_that_forgets_nothing_hears_nothing(term: str) -> None:
     ("forget", "said"), [("call", "call `gated(x)` in the loop, not the model"), ("gates", "`gated.param_groups(…)`")]
 )
 def test_a_loop_that_forgets_its_gates_hears_of_it_once(term: str, forget: str, said: str) -> None:
-    messages = loop(attached(), TERMS[term](), 300, forget=forget)
+    messages = loop(attached(), TERMS[term](), 110, forget=forget)
     assert len(messages) == 1
     assert said in messages[0]
 
 
 def test_multipliers_that_nobody_moves_are_noticed() -> None:
-    messages = loop(attached(), l0.Constraint(l0.params, 0.6), 300, forget="ascend")
+    messages = loop(attached(), l0.Constraint(l0.params, 0.6), 110, forget="ascend")
     assert len(messages) == 1
     assert "call `ascend()`" in messages[0]
 

@@ -300,6 +300,7 @@ def test_multipliers_take_the_dtype_of_the_cost() -> None:
     assert constraint.target.item() == torch.tensor(0.3).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ["expected", "kept"])
 def test_term_compiles_in_one_graph(on: str) -> None:
     toy, twin = Toy(a=[1.0, 0.5], b=[0.25]), Toy(a=[1.0, 0.5], b=[0.25])
@@ -392,6 +393,7 @@ def test_converges_to_the_saddle_point(dual: AbstractDual) -> None:
     assert toy.flat().tolist() == pytest.approx([x - gap for x in a] + b, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_restarts_stay_at_the_target_and_do_not_dwell_below() -> None:
     # Section 3.3: without restarts the multiplier keeps pushing below the target; with them it lets go at once.
     def lowest(restarts: bool) -> float:
@@ -991,6 +993,7 @@ def test_training_brings_a_network_to_its_target_and_resumes(on: str) -> None:
     assert half + run(*second, range(60, 200)) == expected
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_network_is_known_and_another_network_is_not() -> None:
     _, gated = mlp()
     gated(torch.zeros(1, 6))

@@ -90,6 +90,7 @@ def macs_of(network: nn.Module, x: Tensor) -> float:
     return counter.get_total_flops() / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ADAM, SGD], ids=["adam", "sgd"])
 def test_the_network_that_comes_out_is_within_its_budget(make: Maker) -> None:
     gated, budget, optimizer = driven(make)
@@ -102,6 +103,7 @@ def test_the_network_that_comes_out_is_within_its_budget(make: Maker) -> None:
         torch.testing.assert_close(small(X), gated.eval()(X))
 
 
+@pytest.mark.slow
 def test_a_driven_optimizer_does_what_the_term_in_the_loss_does() -> None:
     gated, _, optimizer = driven(ADAM)
     train(gated, optimizer, range(30))
@@ -261,6 +263,7 @@ def test_gradients_of_gates_are_used_once() -> None:
     assert same(gated, other)
 
 
+@pytest.mark.slow
 def test_units_leave_the_live_network_and_the_result_is_the_same() -> None:
     results = []
     for shrink in (True, False):
@@ -302,6 +305,7 @@ def test_two_processes_keep_masks_and_stay_together(server: processes.Server, tm
     assert sum(rows * columns for rows, columns in sizes) <= 0.4 * macs_of(mlp(), X[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [12, 31], ids=["learning", "tuning"])
 def test_a_stopped_loop_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
     gated, budget, optimizer = driven(SGD, ema=0.9)
@@ -316,6 +320,7 @@ def test_a_stopped_loop_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
     assert same(budget.finish(), resumed.finish())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [12, 31], ids=["learning", "tuning"])
 def test_an_optimizer_that_is_driven_after_the_state_is_loaded_goes_on(stop: int) -> None:
     gated, budget, optimizer = driven(SGD)
@@ -366,6 +371,7 @@ def test_a_loop_with_the_term_in_sight_goes_on_or_says_that_its_optimizer_is_of_
         resumed.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shrink", [True, False], ids=["shrunk", "masked"])
 def test_statistics_are_those_of_the_network_that_is_handed_over(shrink: bool) -> None:
     torch.manual_seed(0)
@@ -400,6 +406,7 @@ def test_the_average_is_handed_over() -> None:
     torch.testing.assert_close(budget.finish()[4].weight.detach(), mean)
 
 
+@pytest.mark.slow
 def test_several_costs_and_one_of_your_own() -> None:
     def width(gated: l0.Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
         return costs.units(gated, kept=kept, only=only) ** 1.0

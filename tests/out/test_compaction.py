@@ -137,6 +137,7 @@ def test_lenet() -> None:
     exact(LeNet(), images(2, 1, 14, 14), readers, {"conv1": [3], "conv2": [0, 2], "fc1": [1]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dims", "conv", "norm"), [(1, nn.Conv1d, nn.BatchNorm1d), (3, nn.Conv3d, nn.BatchNorm3d)])
 def test_convolutions_of_one_and_three_dimensions(dims: int, conv: Any, norm: Any) -> None:
     model = net(
@@ -167,6 +168,7 @@ POOLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", POOLS)
 def test_channel_by_channel_layers(kind: str) -> None:
     """Pooling, resampling, padding and norms of one channel each, before a flatten."""
@@ -211,6 +213,7 @@ def test_flatten_after_permute_to_channels_last() -> None:
 # ---------------------------------------------------------------- groups, shuffles, transposed convolutions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [[0, 2, 4, 6], [0], [0, 1, 2], [6, 7, 4]], ids=str)
 def test_grouped_convolution(closed: list[int]) -> None:
     """Groups of unequal size are filled up with closed channels, whose weights are zero."""
@@ -228,6 +231,7 @@ def test_grouped_convolution(closed: list[int]) -> None:
     assert small.conv2.groups == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("closed", "left"), [([0, 1, 4, 6, 8, 9], 6), ([0, 1, 2, 3, 4, 6], 12)], ids=str)
 def test_chain_of_grouped_convolutions_with_other_groups(closed: list[int], left: int) -> None:
     """Filling up one convolution's groups must not leave another one's unequal."""
@@ -268,6 +272,7 @@ def test_grouped_convolution_behind_a_concatenation() -> None:
     assert "let no part of its units go" in str({a.name: a.frozen for a in gated.axes}["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiplier", [1, 2])
 def test_depthwise_convolution(multiplier: int) -> None:
     model = net(
@@ -293,6 +298,7 @@ def test_depthwise_convolution_down_to_one_channel() -> None:
     assert small.depth.groups == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_transposed_convolution(groups: int) -> None:
     model = net(
@@ -362,6 +368,7 @@ def test_channel_shuffle_between_grouped_convolutions() -> None:
     exact(model, images(2, 4, 3, 3), readers, {"conv1": [0, 2], "conv2": [1, 2, 7]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", ["layer", "views"])
 def test_pixel_shuffle(written: str) -> None:
     def shuffle(x: Tensor) -> Tensor:
@@ -399,6 +406,7 @@ def test_both_writers_of_a_sum() -> None:
     assert small.a.out_channels == small.b.out_channels == small.norm.num_features == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_residual_stream(in_place: bool) -> None:
     readers = {"stem": {"conv1": same, "head": same}, "conv1": {"conv2": same}}
@@ -410,6 +418,7 @@ def test_residual_stream(in_place: bool) -> None:
     assert small.stem.out_channels == small.conv2.out_channels == 4
 
 
+@pytest.mark.slow
 def test_residual_streams_are_left_alone_unless_asked_for() -> None:
     exact(ResNet(), images(2, 2, 6, 6), {"conv1": {"conv2": same}}, {"conv1": [0, 2]})
 
@@ -433,6 +442,7 @@ def test_embedding_and_residual_stream() -> None:
     assert small.embed.embedding_dim == 4
 
 
+@pytest.mark.slow
 def test_concatenation_and_split_into_uneven_parts() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         x = F.relu(torch.cat([m.a(x), x, m.b(x)], 1))
@@ -497,12 +507,14 @@ def test_dense_block() -> None:
     exact(model, images(2, 2, 4, 4), readers, {"a": [1], "b": [0, 2], "c": [4]})
 
 
+@pytest.mark.slow
 def test_squeeze_and_excitation() -> None:
     readers = {"conv1": {"squeeze": same, "conv2": same}, "squeeze": {"excite": same}}
     _, small = exact(SqueezeExcite(), images(2, 2, 7, 7), readers, {"conv1": [0, 3], "squeeze": [1]})
     assert small.excite.out_channels == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["glu", "swiglu"])
 def test_gated_linear_units(kind: str) -> None:
     if kind == "glu":
@@ -563,6 +575,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+@pytest.mark.slow
 def test_grouped_query_attention_is_frozen_and_its_feed_forward_exact() -> None:
     gated, _ = exact(Block(), images(2, 5, 8), {"up": {"down": same}}, {"up": [0, 3, 6]})
     reasons = {a.name: a.frozen for a in gated.axes}
@@ -579,6 +592,7 @@ def test_transformer_encoder_layer(trainable: bool) -> None:
     assert any("attention" in str(a.frozen) or "reads" in str(a.frozen) for a in gated.axes if "self_attn" in a.name)
 
 
+@pytest.mark.slow
 def test_multihead_attention_is_frozen_and_its_output_exact() -> None:
     model = net(
         lambda m, x: (lambda e: m.out(m.attention(e, e, e, need_weights=False)[0]))(m.embed(x)),
@@ -612,6 +626,7 @@ def test_what_survives_the_loss_of_two_units_and_not_of_three_is_frozen() -> Non
         l0.attach(model, images(2, 5, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0, 1])
 def test_windows_and_roll(shift: int) -> None:
     """Swin's reshapes: channels last, cyclic shift, partition into windows, a layer inside each window, and back."""
@@ -685,6 +700,7 @@ def test_whatever_mixes_units_freezes_the_axis(kind: str) -> None:
     assert frozen(model, images(2, 4), "a")
 
 
+@pytest.mark.slow
 def test_literal_view_of_the_dense_width() -> None:
     reason = frozen(_Literal(), images(2, 1, 14, 14), "conv2")
     assert "does not run with a unit of it removed" in reason
@@ -735,6 +751,7 @@ def test_parameter_that_reads_and_writes() -> None:
     assert "reads it" in frozen(model, images(2, 4), "a") or "both reads and writes" in frozen(model, images(2, 4), "a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_are_frozen(kind: Any) -> None:
     model = net(
@@ -784,6 +801,7 @@ def test_tracing_limit_names_the_operation() -> None:
 # ---------------------------------------------------------------- odd models
 
 
+@pytest.mark.slow
 def test_module_used_twice() -> None:
     model = net(
         lambda m, x: m.out(torch.sigmoid(m.both(torch.sigmoid(m.both(m.stem(x)))))),
@@ -905,6 +923,7 @@ def test_closed_axis_without_residual_path_is_refused() -> None:
     assert all(torch.equal(before[k], t) for k, t in gated.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_closed_residual_branch_of_convolutions_is_taken_out(in_place: bool) -> None:
     _, small = exact(ResNet(in_place=in_place), images(2, 2, 6, 6), {"conv1": {"conv2": same}}, {"conv1": range(5)})
@@ -913,6 +932,7 @@ def test_closed_residual_branch_of_convolutions_is_taken_out(in_place: bool) -> 
     assert [n for n, _ in small.conv2.named_parameters()] == ["bias"]
 
 
+@pytest.mark.slow
 def test_closed_residual_branch_with_a_part_of_the_stream() -> None:
     readers = {"stem": {"conv1": same, "head": same}, "conv1": {"conv2": same}}
     _, small = exact(
@@ -926,6 +946,7 @@ def test_closed_residual_branch_of_linear_layers_is_taken_out() -> None:
     assert numel(small) == 3 * 5 + 5 + 5 + 5 * 2 + 2  # embed, the bias of down, head
 
 
+@pytest.mark.slow
 def test_closed_branch_of_squeeze_and_excitation() -> None:
     """With its middle closed the scale is a constant, sigmoid(bias): the maps go on."""
     readers = {"conv1": {"squeeze": same, "conv2": same}, "squeeze": {"excite": same}}
@@ -961,6 +982,7 @@ def test_closed_branch_through_a_transposed_convolution() -> None:
     exact(model, images(2, 2, 6, 6), {"down": {"up": same}}, {"down": range(5)})
 
 
+@pytest.mark.slow
 def test_closed_branch_through_a_depthwise_convolution() -> None:
     """MobileNet's inverted residual."""
     model = net(
@@ -993,11 +1015,13 @@ def test_closed_branch_of_a_concatenation() -> None:
     assert small.out.in_channels == 3
 
 
+@pytest.mark.slow
 def test_closed_branch_in_a_transformer_layer() -> None:
     _, small = exact(Block(), images(2, 5, 8), {"up": {"down": same}}, {"up": range(7)})
     assert sum(p.numel() for n, p in small.named_parameters() if n.startswith("up")) == 0
 
 
+@pytest.mark.slow
 def test_closed_single_unit() -> None:
     model = net(
         lambda m, x: (lambda s: m.head(s + m.b(F.relu(m.a(s)))))(m.stem(x)),
@@ -1012,6 +1036,7 @@ def test_closed_single_unit() -> None:
 # ---------------------------------------------------------------- other placements
 
 
+@pytest.mark.slow
 def test_two_levels_of_gates() -> None:
     """The papers' placement: maps of conv2, and single entries of them as inputs of fc1, which a `Select` picks."""
     readers = {"conv1": {"conv2": same}, "conv2": {"fc1": each(4)}, "fc1": {"fc1": same}, "fc2": {"fc2": same}}
@@ -1055,6 +1080,7 @@ def test_unstructured_gates() -> None:
     assert int((small.layers[1].weight == 0).sum()) == 2 + 4
 
 
+@pytest.mark.slow
 def test_unstructured_gates_on_a_convolution() -> None:
     def by_hand(model: Any, z: dict[str, Tensor]) -> nn.Module:
         with torch.no_grad():
@@ -1076,6 +1102,7 @@ def test_unstructured_gates_on_a_convolution() -> None:
     assert small.conv1.out_channels == 3
 
 
+@pytest.mark.slow
 def test_per_layer_refuses_a_shared_stream() -> None:
     with pytest.raises(ValueError, match=r"`stem`, `conv2` write the shared axis `stem`"):
         l0.attach(ResNet(), torch.randn(2, 2, 6, 6), where=l0.per_layer)
@@ -1084,6 +1111,7 @@ def test_per_layer_refuses_a_shared_stream() -> None:
 # ---------------------------------------------------------------- compact proves itself
 
 
+@pytest.mark.slow
 def test_a_wrong_plan_is_caught_and_the_layer_named(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = l0.attach(settled(LeNet()), images(2, 1, 14, 14)).eval()
     set_gates(gated, {"conv1": [3], "conv2": [0, 2]})
@@ -1098,6 +1126,7 @@ def test_a_wrong_plan_is_caught_and_the_layer_named(monkeypatch: pytest.MonkeyPa
     l0.compact(gated)
 
 
+@pytest.mark.slow
 def test_a_forgotten_buffer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     gated = l0.attach(settled(ResNet()), images(2, 2, 6, 6)).eval()
     set_gates(gated, {"conv1": [0]})
@@ -1108,6 +1137,7 @@ def test_a_forgotten_buffer_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         l0.compact(gated)
 
 
+@pytest.mark.slow
 def test_compact_of_a_float32_network_is_proven_in_float64_and_stays_float32() -> None:
     model = settled(LeNet()).float()
     x = images(3, 1, 14, 14).float()
@@ -1118,6 +1148,7 @@ def test_compact_of_a_float32_network_is_proven_in_float64_and_stays_float32() -
     torch.testing.assert_close(small(x), gated(x))
 
 
+@pytest.mark.slow
 def test_compact_leaves_modes_and_hooks_of_the_model() -> None:
     model = settled(ResNet()).train()
     model.norm1.eval()
@@ -1127,6 +1158,7 @@ def test_compact_leaves_modes_and_hooks_of_the_model() -> None:
     assert {n: m.training for n, m in small.named_modules()} == {n: m.training for n, m in model.named_modules()}
 
 
+@pytest.mark.slow
 def test_a_compact_network_can_be_gated_and_compacted_again() -> None:
     model = net(
         lambda m, x: m.point(F.silu(m.depth(F.relu(m.conv(x))))),
@@ -1151,6 +1183,7 @@ def test_not_finite_gates_are_refused() -> None:
             way_out(gated.model)
 
 
+@pytest.mark.slow
 def test_fold_keeps_shapes_zeros_and_function() -> None:
     model = settled(ResNet())
     gated = l0.attach(model, images(2, 2, 6, 6), where=l0.shrinkable(streams=True)).eval()
@@ -1187,6 +1220,7 @@ def _ready(streams: bool = True) -> l0.Gated:
     return gated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", [l0.params, l0.macs, l0.units, l0.l0_norm], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("at_most", [0.9, 0.5, 0.31])
 def test_finalize_brings_the_kept_cost_under_the_target_and_not_further(cost: Any, at_most: float) -> None:
@@ -1212,6 +1246,7 @@ def test_finalize_brings_the_kept_cost_under_the_target_and_not_further(cost: An
     assert_counted(gated, l0.compact(gated), (images(2, 2, 6, 6),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_most", [0.7, 0.5, 0.4])
 @pytest.mark.parametrize("kind", ["groups", "stream"])
 def test_finalize_leaves_no_room_for_another_unit(kind: str, at_most: float) -> None:
@@ -1251,6 +1286,7 @@ def test_finalize_refuses_an_unreachable_target_and_changes_nothing() -> None:
     assert all(torch.equal(before[k], t) for k, t in gated.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", [l0.params, l0.macs, l0.units, l0.l0_norm], ids=lambda c: c.__name__)
 def test_finalize_fills_what_training_left_unused(cost: Any) -> None:
     """All but two units of each set closed, and a target of 60 %: units come back until no other one fits."""
@@ -1279,6 +1315,7 @@ def test_finalize_fills_what_training_left_unused(cost: Any) -> None:
     assert_counted(gated, l0.compact(gated), (images(2, 1, 14, 14),))
 
 
+@pytest.mark.slow
 def test_a_set_is_not_emptied_by_closing_many_units_at_once() -> None:
     """A thousand small units beside few large ones, all as likely: both sets give, and none is used up."""
     gated = l0.attach(settled(MLP(4, 40, 40, 3)), images(2, 4), where=l0.per_layer)
@@ -1289,6 +1326,7 @@ def test_a_set_is_not_emptied_by_closing_many_units_at_once() -> None:
     assert min(left[1:]) >= 5, left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", [l0.params, l0.macs, l0.l0_norm], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_last_units_of_nested_sets_belong_together(cost: Any, seed: int) -> None:
@@ -1321,6 +1359,7 @@ def test_targets_by_pattern_that_cannot_be_reached_name_the_pattern() -> None:
         refuse_unreachable(gated, {"conv*": 0.5, "conv1": 0.2}, l0.l0_norm)
 
 
+@pytest.mark.slow
 def test_finalize_by_pattern() -> None:
     gated = l0.attach(settled(LeNet((8, 8), 12)), images(2, 1, 14, 14))
     set_gates(gated, {})

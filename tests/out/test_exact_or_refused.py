@@ -60,6 +60,7 @@ def exact(model: nn.Module, example: tuple[Any, ...], others: tuple[Any, ...], s
 # ---------------------------------------------------------------- what the example hides
 
 
+@pytest.mark.slow
 def test_a_slice_whose_end_is_in_the_data_is_refused() -> None:
     def forward(m: Any, x: Tensor, n: Tensor) -> Tensor:
         end = n.item()
@@ -77,6 +78,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_what_the_example_hides_is_refused(kind: str) -> None:
     """A literal, or the width itself, in a branch that the example does not take."""
@@ -84,6 +86,7 @@ def test_what_the_example_hides_is_refused(kind: str) -> None:
     assert "with a unit of it removed" in frozen(model, noise(2, 4), torch.ones(2, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_a_single_unit_whose_going_the_example_hides_stays() -> None:
     """A shuffle written as views ties units in cycles, and there is one of length two: nothing like it is left."""
 
@@ -99,6 +102,7 @@ def test_a_single_unit_whose_going_the_example_hides_stays() -> None:
     assert_same(gated(*others), l0.compact(gated)(*others))
 
 
+@pytest.mark.slow
 def test_a_literal_before_an_argmax_is_refused() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.a(x)
@@ -110,6 +114,7 @@ def test_a_literal_before_an_argmax_is_refused() -> None:
         assert "`a`" in frozen(model, noise(2, 4, seed=seed))
 
 
+@pytest.mark.slow
 def test_a_share_of_the_width_behind_a_where_is_exact() -> None:
     def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
         h = m.a(x)
@@ -150,6 +155,7 @@ def _strided(m: Any, x: Tensor) -> Tensor:
     return m.p(h[:, ::2]) + m.q(h[:, 1::2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [_chunked, _halves, _strided])
 def test_parts_with_readers_of_their_own_keep_as_many_units(forward: Any) -> None:
     for seed in range(2):
@@ -157,6 +163,7 @@ def test_parts_with_readers_of_their_own_keep_as_many_units(forward: Any) -> Non
         exact(model, (noise(2, 4),), (noise(3, 4, seed=2),), seed)
 
 
+@pytest.mark.slow
 def test_the_block_of_yolov8_shrinks() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         y = list(m.cv1(x).chunk(2, 1))
@@ -184,6 +191,7 @@ CASTING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASTING)
 def test_models_that_cast_or_draw_are_compacted(kind: str) -> None:
     model = net(CASTING[kind], a=nn.Linear(4, 8), b=nn.Linear(8, 3))

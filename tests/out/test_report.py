@@ -159,6 +159,7 @@ def test_a_large_network_is_counted_exactly() -> None:
     assert entries(model) > 2**24
 
 
+@pytest.mark.slow
 def test_streams_unreached_and_closed_branches_are_said() -> None:
     gated = l0.attach(Residual(), torch.randn(3, 4))
     report = l0.report(gated)
@@ -176,6 +177,7 @@ def test_streams_unreached_and_closed_branches_are_said() -> None:
     assert report.params.kept == entries(l0.compact(gated))
 
 
+@pytest.mark.slow
 def test_an_axis_that_nothing_carries_on_without_is_reported_with_the_refusal() -> None:
     gated = traced.attached(mlp(), torch.zeros(2, 6))
     close(gated, "0", 0)

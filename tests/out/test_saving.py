@@ -182,6 +182,7 @@ def assert_same(small: nn.Module, loaded: nn.Module, x: Tensor) -> None:
         torch.testing.assert_close(ours[key], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_what_comes_back_is_the_same_network(case: str, tmp_path: Path) -> None:
     small, fresh, x = made(case)
@@ -513,6 +514,7 @@ def compacted(case: str) -> tuple[nn.Module, Tensor]:
     return small, x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WAYS_OUT)
 def test_compact_networks_go_through_torch_export(case: str, tmp_path: Path) -> None:
     small, x = compacted(case)
@@ -573,6 +575,7 @@ class Own(nn.Module):
         return self.b(self.function(self.a(x)))
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_goes_unseen(tmp_path: Path) -> None:
     path = tmp_path / "small"
     network = Own().eval()

@@ -125,6 +125,7 @@ def test_colours_can_be_seen_and_told_apart(theme: dict[str, Any]) -> None:
         assert np.linalg.norm(seen["blue"] - seen["vermilion"]) > 0.5, kind
 
 
+@pytest.mark.slow
 def test_every_chart_is_one_that_plotly_knows(finished: Path) -> None:
     """Its own validator refuses unknown attributes; names of colours are put in as the page's script does."""
     graph_objects = pytest.importorskip("plotly.graph_objects")
@@ -157,6 +158,7 @@ def test_a_page_is_whole(finished: Path) -> None:
     assert len(names) == len(set(names)) == page.count("<figcaption>") == page.count('role="img"')
 
 
+@pytest.mark.slow
 def test_missing_packages_are_named(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -208,6 +210,7 @@ def lenet(kind: type[nn.Module], **closed: list[int]) -> Gated:
     return gated
 
 
+@pytest.mark.slow
 def test_columns_go_through_the_network_and_are_those_of_the_compact_one() -> None:
     gated = lenet(zoo.LeNet5, conv1=[0, 3], conv2=list(range(30)), fc1=[799], fc2=[0, 1, 2])
     seen = facts.look(gated)
@@ -224,6 +227,7 @@ def test_columns_go_through_the_network_and_are_those_of_the_compact_one() -> No
     assert columns == [("fc1.input", 784, 684), ("fc1", 300, 299), ("fc2", 100, 100), ("fc3", 10, 10)]
 
 
+@pytest.mark.slow
 def test_input_gates_are_drawn_where_their_pixels_are() -> None:
     closed = [28 * row + column for row in range(4) for column in range(10, 20)]
     gated = lenet(zoo.LeNet300, fc1=closed)
@@ -239,6 +243,7 @@ def test_input_gates_are_drawn_where_their_pixels_are() -> None:
     assert facts.look(lenet(zoo.LeNet5), shape=(1, 28, 28)).gate_map is None
 
 
+@pytest.mark.slow
 def test_filters_are_those_that_are_left_the_largest_first() -> None:
     gated = lenet(zoo.LeNet5, conv1=[n for n in range(20) if n not in (2, 7, 11)])
     weight = gated.model.get_parameter("conv1.weight")
@@ -297,6 +302,7 @@ def test_the_spread_of_gates_is_that_of_samples() -> None:
     assert seen.expected == pytest.approx([float(c) / z.numel() for c in counts], abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rates", "share"),
     [

@@ -50,6 +50,7 @@ def test_events_are_lines_in_every_chart_over_epochs(shrunk: Path) -> None:
     assert "annotations" not in found["strip-0"]["layout"]
 
 
+@pytest.mark.slow
 def test_the_table_of_events_has_widths_and_macs_counted_by_hand(shrunk: Path) -> None:
     dense, left = 784 * 300 + 300 * 100 + 100 * 10, 784 * 204 + 204 * 60 + 60 * 10
     share = f"{100 * left / dense:.1f}\u00a0%".replace("\u00a0", " ")
@@ -79,6 +80,7 @@ def test_settled_gates_are_one_line(rewritten: Any) -> None:
     assert "3 settled: the gates are fixed" in text_of(page)
 
 
+@pytest.mark.slow
 def test_seconds_are_means_since_the_record_before(rewritten: Any) -> None:
     def spend(records: list[Any]) -> None:
         records[:] = [*records[1:4], records[3].copy(), records[4]]  # one missing; one of closing units at the end
@@ -105,6 +107,7 @@ def test_an_epoch_that_compiles_does_not_flatten_the_others(rewritten: Any) -> N
     assert "the largest is 30 s" in text_of(page)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["x", {"skipped": False}, {"skipped": False, "widths": 3}, None, []])
 def test_damaged_events_are_passed_over(rewritten: Any, damage: Any) -> None:
     page = run_page(rewritten(lambda records: records[1].update(shrunk=damage)))

@@ -60,6 +60,7 @@ def ask(server: Server, path: str, method: str = "GET", host: str | None = None)
     return answer.status, dict(answer.getheaders()), text
 
 
+@pytest.mark.slow
 def test_news_come_when_the_history_grows(server: Server, begun: Path, finished: Path) -> None:
     status, headers, page = ask(server, "/")
     assert status == 200
@@ -86,6 +87,7 @@ def test_news_come_when_the_history_grows(server: Server, begun: Path, finished:
     assert "Finished: 4 epochs." in ask(server, f"/content?since={headers['X-Version']}")[2]
 
 
+@pytest.mark.slow
 def test_the_network_is_read_once_for_each_checkpoint(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     real = module.look_at
@@ -112,6 +114,7 @@ def test_a_page_is_made_once_for_all_who_ask(server: Server, begun: Path, monkey
     assert len(made) == 2
 
 
+@pytest.mark.slow
 def test_who_says_nothing_is_hung_up_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module._Handler, "timeout", 0.05)
     address = server.server_address

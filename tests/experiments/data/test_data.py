@@ -508,6 +508,7 @@ def test_crop_and_flip_against_a_loop_over_pixels(pad: int) -> None:
     assert np.array_equal(made.numpy(), expected)
 
 
+@pytest.mark.slow
 def test_windows_and_flips_of_an_epoch_are_uniform() -> None:
     """Each image is one of the 9 × 2 that it may become, and all are as frequent: χ² with 17 degrees of freedom."""
     n = 1800
@@ -607,6 +608,7 @@ FIRST_LABELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100"])
 def test_real_files(name: str) -> None:
     folder, facts = real(name), data.KNOWN[name]
@@ -633,6 +635,7 @@ def test_real_files(name: str) -> None:
     assert (std - 255 * torch.tensor(loaded.std)).abs().max() < 1.01 * half
 
 
+@pytest.mark.slow
 def test_the_embedded_images_are_the_first_of_the_real_ones() -> None:
     whole, part = load("mnist", real("mnist")), load("mnist5k")
     for digit in range(10):

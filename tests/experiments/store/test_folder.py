@@ -139,6 +139,7 @@ def test_records_are_appended_as_lines_of_json(folder: Folder) -> None:
     assert Folder.open(folder.path).history() == [json.loads(line) for line in text]
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_history_goes_unseen(folder: Folder) -> None:
     file, records = folder.path / "history.jsonl", [record(e, loss=0.1 * e) for e in range(1, 5)]
     folder.log(records)
@@ -158,6 +159,7 @@ def test_lines_of_before_have_no_checksum(folder: Folder) -> None:
     assert Folder.open(folder.path).history() == [record(1), record(2)]
 
 
+@pytest.mark.slow
 def test_at_whatever_byte_a_write_was_cut_off_the_whole_lines_are_there_and_the_next_go_on(folder: Folder) -> None:
     """Every length of the file: the records are those whose line break is still there, and a new one comes after."""
     file = folder.path / "history.jsonl"

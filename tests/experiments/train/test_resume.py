@@ -203,6 +203,7 @@ def short(folder: Folder, watcher: Watch | None = None, data: Any = None) -> Tra
     return training.train(folder.recipes, images, folder, watchers=watchers, save_seconds=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -273,6 +274,7 @@ def truncate(path: Path, left: float) -> None:
     path.write_bytes(data[: int(left * len(data))])
 
 
+@pytest.mark.slow
 def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
     whole, folder = (Folder.create(tmp_path / name, [SHORT]) for name in ("whole", "run"))
     short(whole)
@@ -289,6 +291,7 @@ def test_a_truncated_newest_checkpoint_gives_way_to_the_one_before(tmp_path: Pat
     assert_same_end(folder, whole, unseeded=True)
 
 
+@pytest.mark.slow
 def test_where_no_checkpoint_can_be_read_nothing_is_begun_anew(tmp_path: Path) -> None:
     folder = Folder.create(tmp_path / "run", [SHORT])
     short(folder)
@@ -302,6 +305,7 @@ def test_where_no_checkpoint_can_be_read_nothing_is_begun_anew(tmp_path: Path) -
     assert folder.history() == history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -320,6 +324,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(change: dict[str, Any], messa
     assert len(folder.history()) == 2
 
 
+@pytest.mark.slow
 def test_other_data_and_another_number_of_processes_are_refused(tmp_path: Path) -> None:
     from dataclasses import replace
 

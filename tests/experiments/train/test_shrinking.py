@@ -139,6 +139,7 @@ def test_an_event_that_no_step_follows_is_skipped() -> None:
 # ---------------------------------------------------------------- plans
 
 
+@pytest.mark.slow
 def test_grouped_convolutions_are_refused() -> None:
     """One that is left with a channel in each group would be taken for a depthwise one the next time."""
     layers = nn.Conv2d(2, 12, 1), nn.ReLU(), nn.Conv2d(12, 6, 3, padding=1, groups=3), nn.ReLU(), nn.Conv2d(6, 2, 1)
@@ -149,6 +150,7 @@ def test_grouped_convolutions_are_refused() -> None:
     assert gated.model[0].weight.shape[0] == 12  # type: ignore[index, union-attr]
 
 
+@pytest.mark.slow
 def test_a_unit_cannot_come_back() -> None:
     gated = l0.attach(LeNet(), torch.zeros(2, 1, 14, 14))
     alive = np.ones(gated.graph.offsets[-1], dtype=bool)
@@ -180,6 +182,7 @@ def lenet(where: Any = l0.shrinkable) -> tuple[Gated, Gated]:
     return whole, small
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [l0.shrinkable, l0.per_layer])
 def test_a_smaller_network_computes_and_costs_what_the_whole_one_does(where: Any) -> None:
     whole, small = lenet(where)
@@ -216,6 +219,7 @@ def test_the_norm_of_eq_17_is_of_the_weights_that_are_there() -> None:
     assert_same(l0.l2_norm(small), expected)
 
 
+@pytest.mark.slow
 def test_finalize_fills_a_budget_without_what_is_gone() -> None:
     _, small = lenet()
     finalize(small, 0.9, l0.params, fill=True)
@@ -235,6 +239,7 @@ def chain(width: int = 12) -> Gated:
     return gated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "multiple", "left"),
     [

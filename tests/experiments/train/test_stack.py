@@ -56,6 +56,7 @@ PLAIN = {
 OTHER = {"stride": {"stride": 2}, "padding": {"padding": 1}, "dilation": {"dilation": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*PLAIN, *OTHER])
 def test_convolutions_of_a_stack_compute_what_each_run_does_alone(kind: str) -> None:
     """Those over one map are made products of matrices, and no others; what is handed over is a convolution again."""
@@ -214,6 +215,7 @@ def test_all_parameters_are_gates_or_weights_and_all_are_trained(size: int) -> N
     assert {id(p) for p in runs.parameters()} == {id(p) for p in members.values()}
 
 
+@pytest.mark.slow
 def test_networks_with_buffers_train_alone_only() -> None:
     def normed() -> Objective:
         net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))

@@ -71,6 +71,7 @@ def by_hand(
 # ---- the objective --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("penalty", "weight"),
     [(30.0, 30.0 / TRAIN), ({"fc1": 1.0, "fc*": 50.0}, {"fc1": 1.0 / TRAIN, "fc[23]": 50.0 / TRAIN})],
@@ -116,6 +117,7 @@ CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[], l0.Constraint]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CONSTRAINED)
 def test_a_constraint_is_that_of_the_plain_loop(case: str) -> None:
     changes, make = CONSTRAINED[case]
@@ -365,6 +367,7 @@ def snapshot(trainer: Trainer) -> dict[str, Tensor]:
     return {n: v.detach().clone() for n, v in trainer.runs.values().items()}
 
 
+@pytest.mark.slow
 def test_finalising_brings_every_run_within_its_target_and_tuning_leaves_it_there() -> None:
     basis = recipe(cost="macs", at_most=0.3, finalize=True, finetune_epochs=1, ema=0.5)
     trainer = Trainer([basis, basis.override(at_most=0.1, seed=1)], data())
@@ -422,6 +425,7 @@ def test_tuning_is_plain_training_of_the_test_time_network() -> None:
 # ---- what came out --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_architecture_of_lenet5_is_that_of_the_compact_network() -> None:
     r = recipe(network="lenet5", placement="per_layer")
     gated = build(r, data(), CPU)

@@ -121,6 +121,7 @@ def test_what_is_refused_as_idle_changes_nothing_indeed(
 # ---- learning rates -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "decay_gates"), [("adam", True), ("adam", False), ("sgd", False), ("nesterov", True)]
 )
@@ -332,6 +333,7 @@ def buffers(trainer: Trainer) -> dict[str, Tensor]:
     return {name: b.clone() for name, b in found if name.endswith(("running_mean", "running_var"))}
 
 
+@pytest.mark.slow
 def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_time() -> None:
     dataset = stand_in("cifar10", images=12)
     r = wide(placement="shrinkable", penalty=1e-4, gate_lr=0.1, ema=0.5, recalibrate=True)
@@ -374,6 +376,7 @@ def first_batch(trainer: Trainer) -> tuple[Tensor, Tensor, Tensor]:
     return *trainer.supply.batch(order[0]), noise[0, :, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # not every CPU has bfloat16 of its own
 @pytest.mark.parametrize("size", [1, 2])
 def test_bfloat16_is_for_the_forward_and_nothing_else(size: int) -> None:
@@ -466,6 +469,7 @@ def test_a_step_is_compiled_as_a_whole_and_again_when_the_gates_are_fixed(
 # ---- extra-gradient -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_extra_gradient_is_that_of_the_library(optimizer: str, samples: int) -> None:
@@ -504,6 +508,7 @@ def test_extra_gradient_is_that_of_the_library(optimizer: str, samples: int) -> 
             torch.testing.assert_close(mine[key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
 
 
+@pytest.mark.slow
 def test_a_run_with_extra_gradient_is_alone_in_its_stack() -> None:
     basis = recipe(at_most=0.3, dual="ascent", dual_lr=0.5, extra_gradient=True, ema=0.9)
     several = [basis, basis.override(seed=1, at_most=0.1)]
@@ -520,6 +525,7 @@ def test_a_run_with_extra_gradient_is_alone_in_its_stack() -> None:
 # ---- objectives in one stack ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_with_other_costs_share_a_stack() -> None:
     basis = recipe(placement="per_layer", at_most=0.3, dual="ascent", dual_lr=0.5, gate_lr=0.1, l2=0.01, on="kept")
     several = [
