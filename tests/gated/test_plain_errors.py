@@ -241,3 +241,20 @@ def test_what_is_no_number_stays_visible() -> None:
         gated.model.get_parameter("a.weight")[0] = 0
         finite = gated(X.double())
     assert_same(finite, l0.compact(gated)(X.double()))
+
+
+class Shared(nn.Sequential):
+    """Its copy is itself, so that whatever is tried out on one is done to the other."""
+
+    def __deepcopy__(self, _: Any) -> "Shared":
+        return self
+
+
+def test_a_model_that_shares_its_parameters_with_its_copy_is_refused_and_left() -> None:
+    model = Shared(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    axis = next(a for a in l0.attach(nn.Sequential(*model), torch.zeros(2, 3)).axes if a.frozen is None)
+    for by_hand in (None, [axis]):
+        with pytest.raises(ValueError, match="a copy of `model` must have parameters of its own"):
+            l0.attach(model, torch.zeros(2, 3), axes=by_hand)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

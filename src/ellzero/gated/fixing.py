@@ -1,7 +1,6 @@
 """Whether gates are noisy in training, and whether batch norm still remembers their noise.
 
-Running statistics that were gathered under noise belong to another network than the one in evaluation, which has none.
-This file does not know how gates are drawn.
+Statistics gathered under noise are not those of the network in evaluation. How gates are drawn is not known here.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from ellzero.graph.running import (
     tensors_of,
     turns,
 )
-from ellzero.graph.tracing import Inputs, first_line, progress, run
+from ellzero.graph.tracing import Inputs, first_line, progress, run, whole_copy
 
 UNSEEN = "the example input does not show whether the output depends on it"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
@@ -164,7 +164,7 @@ class _Bench:
 
     def _sets(self, inputs: Inputs, seed: int = 0) -> bool:
         """Adds a scene, a disturbed copy of the model and an input, if it runs and gives finite numbers."""
-        model = copy.deepcopy(self.original).eval()
+        model = whole_copy(self.original).eval()
         _disturb(model, seed)
         moved = self._moved(model, inputs)
         dtype = self.dtype

@@ -120,7 +120,7 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
     """
     inputs = as_inputs(example_inputs)
     try:
-        model = copy.deepcopy(model)  # a forward may count its calls, or keep what it saw
+        model = whole_copy(model)  # a forward may count its calls, or keep what it saw
     except Exception as error:
         what = "`model` cannot be copied, and removals are tried out on a copy"
         made = [f"`{path}.{key}`" for path, m in model.named_modules() for key, t in vars(m).items() if _computed(t)]
@@ -133,6 +133,14 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
     return unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
+
+
+def whole_copy(model: nn.Module) -> nn.Module:
+    """A copy to try things out on; refused where that would be done to the model itself."""
+    out, own = copy.deepcopy(model), {id(p) for p in model.parameters()}
+    if any(id(p) in own for p in out.parameters()):
+        raise ValueError("a copy of `model` must have parameters of its own, got the same")
+    return out
 
 
 def _computed(value: Any) -> bool:

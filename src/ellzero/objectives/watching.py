@@ -1,18 +1,20 @@
 """What a training loop forgets, seen from a term of its loss.
 
 A term sees its network in every step. So it can tell that the network never ran with its gates, or that nothing moves
-them: mistakes that show in no error, only in a network that is useless or not smaller. This file knows no costs.
+them: mistakes that no error shows, only a network that is useless or not smaller. This file knows no costs.
 """
 
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import final
 
 import torch
 
 from ellzero.gated.module import Gated
 
+_WARN = partial(warnings.warn, stacklevel=3)
 PATIENCE = 100  # calls: more than anyone accumulates gradients over
 
 
@@ -25,29 +27,20 @@ class Watch:
         self._moves = 0  # how often gates had been written to at the first call
 
     def look(self, gated: Gated, ascends: int | None = None) -> None:
-        """Takes note of one call in training.
-
-        Args:
-            gated: the network.
-            ascends: how often multipliers have been moved so far, where there are any.
-        """
+        """Takes note of one call in training; `ascends` is how often multipliers have been moved, if there are any."""
         if not gated.training or not torch.is_grad_enabled() or gated.fixed:
             return
         self._calls += 1
         if self._calls == 1:
             self._moves = _moves(gated)
         elif self._calls == 2 and not gated.drawn:
-            _warn("the network has not run with its gates: call `gated(x)` in the loop, not the model itself")
+            _WARN("the network has not run with its gates: call `gated(x)` in the loop, not the model itself")
         elif self._calls == PATIENCE:
             if _moves(gated) == self._moves:
-                _warn("nothing has moved the gates: give the optimizer `gated.param_groups(…)`, not the model's own")
+                _WARN("nothing has moved the gates: give the optimizer `gated.param_groups(…)`, not the model's own")
             if ascends == 0:
-                _warn("nothing has moved the multipliers: call `ascend()` after each `optimizer.step()`")
+                _WARN("nothing has moved the multipliers: call `ascend()` after each `optimizer.step()`")
 
 
 def _moves(gated: Gated) -> int:
     return sum(p._version for p in gated.gates.parameters())
-
-
-def _warn(what: str) -> None:
-    warnings.warn(what, stacklevel=4)
