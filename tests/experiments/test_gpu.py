@@ -70,9 +70,9 @@ def given_the_same(trainer: Trainer) -> None:
     recipes = trainer.recipes
     twin, own = Trainer(recipes, images(recipes[0].data)).supply, trainer.supply.epoch
 
-    def epoch(number: int) -> tuple[Tensor, Tensor]:
-        own(number)  # crops and flips its own images, as the seed says
-        order, noise = twin.epoch(number)
+    def epoch(number: int, begin: int = 0) -> tuple[Tensor, Tensor]:
+        own(number, begin)  # crops and flips its own images, as the seed says
+        order, noise = twin.epoch(number, begin)
         return order.cuda(), noise.cuda()
 
     trainer.supply.epoch = epoch  # type: ignore[method-assign]

@@ -300,6 +300,15 @@ def test_multipliers_take_the_dtype_of_the_cost() -> None:
     assert constraint.target.item() == torch.tensor(0.3).item()
 
 
+def test_multipliers_follow_a_network_that_is_moved_to_another_device() -> None:
+    gated = attach(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(1, 4))
+    constraint = Constraint(costs.macs, 0.5).bind(gated)
+    gated.to("meta")  # as trainers move it to a GPU
+    assert constraint(gated).device.type == "meta"
+    constraint.ascend()
+    assert {buffer.device.type for buffer in constraint.buffers()} == {"meta"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ["expected", "kept"])
 def test_term_compiles_in_one_graph(on: str) -> None:

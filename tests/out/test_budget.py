@@ -435,6 +435,14 @@ def test_steps_beyond_the_last_train_the_small_network_on() -> None:
     assert budget.phase == "finished"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_network_that_is_moved_to_a_gpu_takes_its_budget_along() -> None:
+    gated, budget, optimizer = driven()
+    gated.to("cuda")
+    train(gated, optimizer, range(40), lambda x: gated(x.cuda()).cpu())
+    assert macs_of(budget.finish(), X.cuda()) <= 0.4 * macs_of(mlp(), X)
+
+
 def test_masks_until_the_end_say_why() -> None:
     gated = attached()
     budget = l0.Budget(gated, macs=0.4, steps=4)

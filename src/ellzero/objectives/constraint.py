@@ -232,7 +232,11 @@ class Constraint(nn.Module):
         return costs[0].unsqueeze(0) if len(costs) == 1 else torch.stack(costs)  # one is the common case: a view
 
     def _gap(self, gated: Gated, cost: Cost) -> Tensor:
-        return lagrangian.gaps(self._costs(gated, cost, self._goal) / self._dense, self.target)
+        now = self._costs(gated, cost, self._goal)
+        if now.device != self._dense.device:  # the network was moved since, as trainers do
+            with torch.inference_mode(False):
+                self.to(now.device)
+        return lagrangian.gaps(now / self._dense, self.target)
 
     def _refer_to(self, gated: Gated, sizes: dict[str, int]) -> None:
         """Computes what depends on the network, checks it, and only then changes anything."""
