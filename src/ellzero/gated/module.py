@@ -235,7 +235,9 @@ class Gated(Fixing):
             return self.model(*args, **kwargs)
 
     def _drawn(self, gate_noise: Tensor | None) -> list[Tensor]:
-        self.drawn, self.noisy = True, self.noisy or gate_noise is None
+        self.drawn = True
+        if gate_noise is None:  # `noisy` is not read here: a compiler would compile anew when it has changed
+            self.noisy = True
         return draw(self._gates(), gate_noise)
 
     def gated_weights(self, z: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -89,11 +89,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_leftovers(folder: Path, names: str, seconds: float = 0.0) -> None:
-    """Removes what killed writes of files with such names left, if nobody has touched it for so long.
-
-    No other process may be writing these files.
-    """
-    for leftover in folder.glob(f".{names}.{'[0-9a-f]' * 32}.tmp*"):
+    """Removes what killed writes of files with such names left, untouched for so long, where nobody else writes."""
+    for leftover in folder.glob(".*.tmp*"):  # few if any; a pattern for each name would be compiled each time
         with suppress(OSError):  # another process removed it, or it is not ours to remove
-            if time.time() - leftover.stat().st_mtime >= seconds:
+            ours = leftover.match(f".{names}.{'[0-9a-f]' * 32}.tmp*")
+            if ours and time.time() - leftover.stat().st_mtime >= seconds:
                 leftover.unlink()
