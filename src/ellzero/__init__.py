@@ -20,7 +20,7 @@ from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.objectives import duals
 from ellzero.objectives.constraint import Constraint
-from ellzero.objectives.costs import Cost, dense, l0_norm, l2_norm, macs, params, units
+from ellzero.objectives.costs import Cost, complexity, dense, l0_norm, l2_norm, macs, params, units
 from ellzero.objectives.duals import AbstractDual
 from ellzero.objectives.penalty import Penalty
 from ellzero.out.budget import Budget
@@ -43,6 +43,7 @@ __all__ = [
     "Placement",
     "attach",
     "compact",
+    "complexity",
     "dense",
     "distributions",
     "duals",

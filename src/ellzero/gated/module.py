@@ -11,8 +11,7 @@ output NaN. In the network that `compact` returns a closed unit is not there, no
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,20 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ellzero.gated.alive import liveness
+from ellzero.gated.base.asking import Asking
 from ellzero.gated.counting import count_macs, count_params, count_units
-from ellzero.gated.fixing import Fixing
 from ellzero.gated.grouping import grouped
 from ellzero.gated.loading import key_of, own_state, refuse_other_keys, refuse_other_shapes
+from ellzero.gated.members import show_members
 from ellzero.gated.multiplying import aim, in_place, multiplied, multiply_into
 from ellzero.gated.placements import Placement
 from ellzero.gated.taking import idle, refuse_taking, remaining
-from ellzero.gates.abstract import AbstractGate, draw, flat, noise, values
+from ellzero.gates.abstract import AbstractGate, draw, values
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.plan import Mask, Plan, make_plan
 
 
-class Gated(Fixing):
+class Gated(Asking):
     """A model and its gates. In training every forward draws them all once; in evaluation it uses test-time values.
 
     Attributes:
@@ -83,19 +83,6 @@ class Gated(Fixing):
         """All axes of the model: `name`, `size`, `sites`, and `frozen`, a sentence or `None`."""
         return self.graph.axes
 
-    def named_gates(self) -> Iterator[tuple[str, AbstractGate]]:
-        """Yields the name and the gates of every placement."""
-        yield from zip((p.name for p in self.placements), self._gates(), strict=True)
-
-    def by_placement(self, flat: Tensor) -> dict[str, Tensor]:
-        """Splits a tensor with one entry per gate, such as `opens()`, by placement: each part in its gates' shape."""
-        parts = flat.split([gate.shape.numel() for gate in self._gates()])
-        return {name: part.reshape(gate.shape) for (name, gate), part in zip(self.named_gates(), parts, strict=True)}
-
-    def gate_noise(self) -> Tensor:
-        """Fresh uniform noise for one draw of all gates, to be passed to a forward as `gate_noise`."""
-        return noise(self._gates())
-
     def param_groups(
         self,
         *,
@@ -109,7 +96,8 @@ class Gated(Fixing):
 
         Args:
             lr: learning rate of the weights; the optimizer's default if `None`.
-            gate_lr: learning rate of the gates; the attribute `gate_lr` if `None`, else as the weights'.
+            gate_lr: learning rate of the gates; the attribute `gate_lr` if `None`, else the weights' times the
+                least `rate_ratio` of the gates' families (1 for those of both papers).
             weight_decay: of the weights.
             gate_weight_decay: of the gates.
             counted_weight_decay: if given, the weights that gates count form a third group with this decay: 0 where
@@ -118,34 +106,10 @@ class Gated(Fixing):
         rates = {"lr": lr, "gate_lr": self.gate_lr if gate_lr is None else gate_lr, "weight_decay": weight_decay}
         rates |= {"gate_weight_decay": gate_weight_decay, "counted_weight_decay": counted_weight_decay}
         counted = {s.tensor for p in self.placements for s in p.counts}
-        return grouped(self.model.named_parameters(), self.gates.parameters(), counted, rates)
+        ratio = min(gate.rate_ratio for gate in self._gates())
+        return grouped(self.model.named_parameters(), self.gates.parameters(), counted, rates, ratio)
 
     # ---- what the gates say ----------------------------------------------------------------------------------------
-
-    def prob_open(self) -> Tensor:
-        """P(z ≠ 0) of all gates, one placement after the other, flat."""
-        return flat(self._gates(), lambda g, phi: g.prob_from(phi)) if self._assumed is None else self._assumed
-
-    def opens(self) -> Tensor:
-        """Which gates are open at test time, flat."""
-        if self._assumed is not None:
-            return self._assumed != 0
-        return flat(self._gates(), lambda g, phi: g.value_from(phi) != 0)
-
-    def evidence(self) -> Tensor:
-        """What speaks for keeping each gate open, flat; larger is more."""
-        return flat(self._gates(), lambda g, phi: g.evidence_from(phi))
-
-    @contextmanager
-    def assuming(self, opens: Tensor) -> Iterator[None]:
-        """Lets `prob_open()`, `opens()`, and so every cost, answer as if gates were open with these probabilities."""
-        if opens.shape != (n := self.liveness.size,):
-            raise ValueError(f"`opens` must have one entry per gate, {n}, got shape {tuple(opens.shape)}")
-        before, self._assumed = self._assumed, opens.to(self.tables["ends"])
-        try:
-            yield
-        finally:
-            self._assumed = before
 
     def alive(self) -> tuple[Tensor, list[Tensor]]:
         """P(alive) of every unit of the graph, and P(open) of the inputs of every weight that gets a `Select`."""
@@ -251,9 +215,6 @@ class Gated(Fixing):
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def _gates(self) -> list[AbstractGate]:
-        return list(self.gates.values())  # type: ignore[arg-type]
-
     def _aim(self) -> None:
         """Works out what the gates multiply in the model as it is now."""
         self.present = tuple(remaining(p, self.taken) for p in self.placements)
@@ -267,6 +228,7 @@ class Gated(Fixing):
         self.tables = self.liveness.tables(home.device, dtype)
         self.tables |= {key: torch.as_tensor(index, device=home.device) for key, index in self._layout.items()}
         self.memo: dict[Any, Any] = {}
+        show_members(self.model, self.present, self._gates(), home.device)
         self.census_tables = {k: c.tables(home.device, dtype) for k, c in self.census.items() if c is not None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias, final
+from typing import ClassVar, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,22 @@ class NoExpectation(TypeError):
     """A gate family without an atom at zero has P(z ≠ 0) = 1: it has a kept cost, and no useful expected one."""
 
 
+class Members(Protocol):
+    """The weights that the gates of a placement count, as their family sees them: by gate."""
+
+    def names(self) -> tuple[str, ...]:
+        """What they are called in the model."""
+
+    def squares(self) -> Tensor:
+        """‖w_g‖² of the weights that each gate counts, in the gates' shape."""
+
+    def sizes(self) -> Tensor:
+        """|g|, how many they are."""
+
+    def scale_(self, factor: Tensor) -> None:
+        """Multiplies the weights of each gate, in place."""
+
+
 class AbstractGate(nn.Module, ABC):
     """A module holding `shape` independent random multipliers z ~ q(z | φ).
 
@@ -30,14 +46,27 @@ class AbstractGate(nn.Module, ABC):
     φ (and noise) alone: they may use `self` only through what `constants()` returns, and must act element by element
     on tensors of any shape, because the φ of many gates are concatenated before they are called.
 
+    A family may also have a penalty of its own (`complexity_from`), see the weights that its gates count (`members`,
+    whose norms are then part of φ), act after every step of the optimizer, and suggest a learning rate.
+
     Args:
         shape: how many gates there are: an int for one per unit of an axis, a weight's shape for one per weight.
+
+    Attributes:
+        sees_weights: whether the family asks for `members`, which `attach` then gives it.
+        acts_after_steps: whether `after_step` does anything.
+        needs_loss: whether the gates learn from the value of the loss (`objectives.estimated_backward`).
+        rate_ratio: the gates' learning rate as a multiple of the weights', where nobody names one.
 
     Raises:
         ValueError: if a dimension of `shape` is not a positive integer.
     """
 
     shape: torch.Size
+    sees_weights: ClassVar[bool] = False
+    acts_after_steps: ClassVar[bool] = False
+    needs_loss: bool = False
+    rate_ratio: ClassVar[float] = 1.0
 
     def __init__(self, shape: int | Sequence[int]) -> None:
         super().__init__()
@@ -45,6 +74,7 @@ class AbstractGate(nn.Module, ABC):
         if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in dims):
             raise ValueError(f"`shape` must be a positive integer or a sequence of them, got {shape!r}")
         self.shape = torch.Size(dims)
+        self._members: Members | None = None
 
     # ---- what a family provides -------------------------------------------------------------------------------------
 
@@ -70,7 +100,7 @@ class AbstractGate(nn.Module, ABC):
 
     @abstractmethod
     def evidence_from(self, phi: Phi) -> Tensor:
-        """How much speaks for keeping a unit; larger means keep."""
+        """How much speaks for keeping a unit: not negative; larger means keep."""
 
     @abstractmethod
     def close_(self, where: Tensor) -> None:
@@ -88,6 +118,21 @@ class AbstractGate(nn.Module, ABC):
         """
         if bool(where.any()):
             raise NotImplementedError(f"{type(self).__name__} has no `open_`, and closed gates cannot be opened again")
+
+    def complexity_from(self, phi: Phi) -> Tensor:
+        """What the family itself charges for each gate, as a loss summed over examples: a KL in nats, a norm.
+
+        The default is P(z ≠ 0), the L0 penalty of one group.
+        """
+        return self.prob_from(phi)
+
+    def after_step(self, step: float | Tensor | None) -> None:
+        """What the family does after each step of the optimizer: a proximal step on its weights, clamps on φ.
+
+        Args:
+            step: the length of the step that the weights took along their gradient; `None` where there is no such
+                number, as with Adam.
+        """
 
     # ---- what every gate can do -------------------------------------------------------------------------------------
 
@@ -125,6 +170,28 @@ class AbstractGate(nn.Module, ABC):
             NoExpectation: if the family has no atom at zero.
         """
         return self.prob_from(self.phi())
+
+    @final
+    def complexity(self) -> Tensor:
+        """What the family itself charges for each gate."""
+        return self.complexity_from(self.phi())
+
+    @final
+    @property
+    def members(self) -> Members:
+        """The weights that the gates count.
+
+        Raises:
+            RuntimeError: the gates are on no network.
+        """
+        if self._members is None:
+            raise RuntimeError(f"{type(self).__name__} sees the weights that it counts: `attach` it to a network first")
+        return self._members
+
+    @final
+    def bind(self, members: Members) -> None:
+        """Shows the gates the weights that they count; `attach` does it."""
+        self._members = members
 
     @final
     def check(self, name: str) -> None:

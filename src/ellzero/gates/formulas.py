@@ -17,6 +17,12 @@ def promote(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def normal(u: Tensor) -> Tensor:
+    """Standard normal noise from uniform noise."""
+    noise: Tensor = torch.special.ndtri(promote(u).clamp(NOISE_EPS, 1 - NOISE_EPS))
+    return noise
+
+
 def binary_concrete_sample(u: Tensor, log_alpha: Tensor, beta: float | Tensor) -> Tensor:
     """s = σ((logit u + log α) / β) from uniform noise u (eq. 10)."""
     return torch.sigmoid((torch.logit(promote(u), NOISE_EPS) + promote(log_alpha)) / beta)

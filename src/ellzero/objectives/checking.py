@@ -13,7 +13,8 @@ from numbers import Real
 import torch
 
 from ellzero.gated.module import Gated
-from ellzero.objectives.costs import Cost, dense, macs, name_of, only, params, units, unwrapped
+from ellzero.gates.abstract import NoExpectation
+from ellzero.objectives.costs import Cost, dense, macs, name_of, only, params, savings, units, unwrapped
 
 
 class WeakMemory:
@@ -53,16 +54,30 @@ def dense_of(argument: str, cost: Cost, gated: Gated, group: str | None) -> floa
     return whole
 
 
+def expects(gated: Gated) -> bool:
+    """Whether gates have P(z ≠ 0), and so an expected cost."""
+    try:
+        with torch.no_grad():
+            gated.prob_open()
+    except NoExpectation:
+        return False
+    return True
+
+
 def refuse_unmoved(cost: Cost, gated: Gated) -> None:
     """Refuses a cost that gates on single weights do not move: an input goes with the last gate of its column, and
     P(all closed) is zero to the last bit in a column of some length.
     """
     if unwrapped(cost)[0] not in (params, macs, units) or all(len(p.shape) == 1 for p in gated.placements):
         return
-    with torch.enable_grad(), torch.inference_mode(False):
-        value, phi = cost(gated), list(gated.gates.parameters())
-        slopes = torch.autograd.grad(value, phi, allow_unused=True) if value.requires_grad else []
-    if not any(slope is not None and bool(slope.any()) for slope in slopes):
+    if not expects(gated):
+        moved = bool(savings(cost, gated, torch.ones(gated.liveness.size)).any())
+    else:
+        with torch.enable_grad(), torch.inference_mode(False):
+            value, phi = cost(gated), [p for p in gated.gates.parameters() if p.requires_grad]
+            slopes = torch.autograd.grad(value, phi, allow_unused=True) if value.requires_grad else []
+        moved = any(slope is not None and bool(slope.any()) for slope in slopes)
+    if not moved:
         raise ValueError(
             f"`cost` must fall when gates close, got `{name_of(cost)}`, which gates on single weights do not move: "
             "an input goes only with all gates of its column; use `l0.l0_norm`"

@@ -24,10 +24,11 @@ from ellzero.objectives.checking import (
     check_fractions,
     counts_by_module,
     dense_of,
+    expects,
     refuse_unmoved,
     stranger,
 )
-from ellzero.objectives.costs import Cost, called, floor, kept, name_of, only
+from ellzero.objectives.costs import Cost, called, floor, kept, name_of, only, savings
 from ellzero.objectives.duals import AbstractDual, AbstractWarmup, GradientAscent
 from ellzero.objectives.watching import Watch
 
@@ -57,7 +58,9 @@ class Constraint(nn.Module):
             and `units`, module names for `params` and `macs`. Groups may overlap.
         per_axis: one constraint with this ε for each gate, for costs that count by gate.
         on: "expected" bounds the expected cost. "kept" is a proxy constraint: the multipliers follow the violation of
-            the kept cost, which has no gradient; the term is, in value and gradient, that of the expected one.
+            the kept cost, which has no gradient; the term is, in value and gradient, that of the expected one. Gates
+            without an expected cost are pressed by their family's own penalty instead (`complexity`), each in
+            proportion to what closing it would save of the dense network.
         dual: how the multipliers move; `GradientAscent()` if None.
         warmup: how the target comes down to `at_most`; at once if None.
 
@@ -117,6 +120,7 @@ class Constraint(nn.Module):
         self._goal = goal  # ε of each group; None is the whole model
         self._gates: dict[str, int] | None = None  # name and original size of each gate, once bound
         self._floors: dict[str | None, tuple[float, list[str]]] = {}  # least fraction, and the layers that make it
+        self._shares: Tensor | None = None  # of the dense cost, by group and gate, where gates have no expectation
         self._ascents = 0
         self._fresh = False
         self._checked = WeakMemory()
@@ -131,7 +135,7 @@ class Constraint(nn.Module):
             self._watch.look(gated, self._ascents)
         elif self._gates is None:
             raise RuntimeError("call `bind(gated)` on the constraint once before compiling it")
-        gap = self._gap(gated, self.cost)
+        gap = self._pressed(gated)
         if gap.dtype != self.multiplier.dtype:  # the network was moved to another precision
             self.to(gap.dtype)
         if gated.training and torch.is_grad_enabled():
@@ -219,7 +223,8 @@ class Constraint(nn.Module):
                 for name, gate in gates.items():
                     gate.check(name)
                 self._refer_to(gated, sizes)
-            self.to(self._costs(gated, self.cost, self._goal).device)
+            self._shares = self._saved(gated, dict(zip(self._goal, self._dense.tolist(), strict=True)))
+            self.to(self._pressed(gated).device)
         self._checked.keep(gated)
         return self
 
@@ -238,6 +243,19 @@ class Constraint(nn.Module):
                 self.to(now.device)
         return lagrangian.gaps(now / self._dense, self.target)
 
+    def _pressed(self, gated: Gated) -> Tensor:
+        """What the multipliers weigh: the gaps of the expected cost, or of what stands for it."""
+        if self._shares is None:
+            return self._gap(gated, self.cost)
+        return lagrangian.gaps(self._shares @ gated.complexity(), self.target)
+
+    def _saved(self, gated: Gated, whole: Mapping[str | None, float]) -> Tensor | None:
+        """What closing each gate alone saves of each group, as a fraction; `None` where gates have an expectation."""
+        if self._on == "expected" or expects(gated):
+            return None
+        ones = torch.ones(gated.liveness.size)
+        return torch.stack([savings(only(self.cost, group), gated, ones) / whole[group] for group in whole])
+
     def _refer_to(self, gated: Gated, sizes: dict[str, int]) -> None:
         """Computes what depends on the network, checks it, and only then changes anything."""
         goal = self._goal
@@ -252,7 +270,8 @@ class Constraint(nn.Module):
             least, layers = floor(only(bounded, group), gated)
             floors[group] = (least / whole[group], list(layers))
         self._check_feasible(goal, floors)
-        now = self._costs(gated, self.cost, goal)
+        shares = self._saved(gated, whole)
+        now = self._costs(gated, self.cost, goal) if shares is None else shares
         if self._per_axis:
             self._allocate(len(goal), now.dtype, now.device)
         self.to(device=now.device, dtype=now.dtype)

@@ -1,10 +1,11 @@
 """What a network costs: pure functions `Gated -> scalar`, in expectation over the gates or as kept now.
 
-`l0_norm` and `l2_norm` are the papers' sums over gates; `params`, `macs` and `units` are of the network that
-`compact` would give. All of them take `kept=True` for the cost with the test-time gates (P(z ≠ 0) and "test-time gate
-> 0" are different things), and `only="pattern"` for a part; `kept(cost)` and `only(cost, pattern)` are those costs as
-functions. They ask a `Gated` what is open and never how a gate works. A cost of your own is a function with the same
-signature, or a plain function of a `Gated` where nobody asks for more.
+`l0_norm` and `l2_norm` are the papers' sums over gates, `complexity` is what the gates' family charges itself;
+`params`, `macs` and `units` are of the network that `compact` would give. All of them take `kept=True` for the cost
+with the test-time gates (P(z ≠ 0) and "test-time gate > 0" are different things), and `only="pattern"` for a part;
+`kept(cost)` and `only(cost, pattern)` are those costs as functions. They ask a `Gated` what is open and never how a
+gate works. A cost of your own is a function with the same signature, or a plain function of a `Gated` where nobody asks
+for more.
 """
 
 from __future__ import annotations
@@ -127,6 +128,46 @@ def units(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tenso
         only: pattern of axis names.
     """
     return _total("units", gated, kept, only)
+
+
+def complexity(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
+    """What the gates' own family charges for them, summed: KL(q ‖ p) in nats, −log p, or a norm of their weights.
+
+    It is the second part of a variational objective, loss + KL/N: `Penalty(complexity, weight=1 / N)` beside a loss
+    that is a mean over examples. A family without such a penalty charges P(z ≠ 0), the expected number of open gates.
+
+    Args:
+        gated: the network.
+        kept: sum over the gates that are open at test time instead.
+        only: pattern of gate names.
+
+    Example:
+        >>> from ellzero.gated.attaching import attach
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        >>> gated = attach(net, torch.zeros(1, 4))
+        >>> bool(complexity(gated) == gated.prob_open().sum())
+        True
+    """
+    _check(gated)
+    charged = gated.complexity()
+    if kept:
+        charged = charged * gated.opens()
+    if only is None:
+        return charged.sum()
+    chosen = _matches([p.name for p in gated.placements], only, "a set of gates")
+    parts = zip(gated.by_placement(charged).values(), chosen, strict=True)
+    return torch.stack([part.sum() for part, take in parts if take]).sum()
+
+
+def savings(cost: Cost, gated: Gated, opens: Tensor) -> Tensor:
+    """What closing each gate alone saves where `opens` says which are open: a cost is linear in each gate, so that its
+    gradient is the difference.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        p = opens.to(gated.tables["ends"], copy=True).requires_grad_()
+        with gated.assuming(p):
+            (gradient,) = torch.autograd.grad(called(cost, gated), p)
+    return gradient
 
 
 def kept(cost: Cost) -> Cost:

@@ -33,8 +33,13 @@ class Watch:
         self._calls += 1
         if self._calls == 1:
             self._moves = _moves(gated)
-        elif self._calls == 2 and not gated.drawn:
-            _WARN("the network has not run with its gates: call `gated(x)` in the loop, not the model itself")
+        elif self._calls == 2:
+            if not gated.drawn:
+                _WARN("the network has not run with its gates: call `gated(x)` in the loop, not the model itself")
+            if not gated.followed and any(gate.acts_after_steps for _, gate in gated.named_gates()):
+                _WARN("gates act after each step, and nobody calls them: `l0.objectives.follow(gated, optimizer)` does")
+            if not gated.estimated and any(gate.needs_loss for _, gate in gated.named_gates()):
+                _WARN("gates learn from the loss, and nobody tells it: call `l0.objectives.estimated_backward`")
         elif self._calls == PATIENCE:
             if _moves(gated) == self._moves:
                 _WARN("nothing has moved the gates: give the optimizer `gated.param_groups(…)`, not the model's own")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.gated.module import Gated
+from ellzero.objectives.following import after_step, refuse_overlap, unwrapped
 
 
 @final
@@ -38,11 +39,11 @@ class Driver:
         then: Callable[[], None],
         gate_lr: float,
     ) -> None:
-        while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
-            optimizer = inner  # a wrapper, as Accelerate makes one: the step is that of what it wraps
+        optimizer = unwrapped(optimizer)
         inside = refuse_without(gated, optimizer)
-        self.optimizer, self._term, self._then = optimizer, term, then
-        self._phi: Sequence[nn.Parameter] = list(gated.gates.parameters())
+        refuse_overlap(gated)
+        self.optimizer, self._term, self._then, self._gated = optimizer, term, then, gated
+        self._phi: Sequence[nn.Parameter] = [p for p in gated.gates.parameters() if p.requires_grad]
         own = inside[id(self._phi[0])]
         alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
         self.adam = torch.optim.Adam(self._phi, lr=own.get("gate_lr", gate_lr), **alike)
@@ -77,7 +78,10 @@ class Driver:
         self._skips = infinite is not None and bool(infinite)
         if not self._skips and (term := self._term()) is not None:
             if all(p.grad is None for p in self._phi):
-                raise RuntimeError("the gates have no gradient: call `gated(x)` in the loop, not the model itself")
+                told = "call `gated(x)` in the loop, not the model itself"
+                if any(gate.needs_loss for _, gate in self._gated.named_gates()):
+                    told = "they learn from the loss: call `l0.objectives.estimated_backward` in the loop"
+                raise RuntimeError(f"the gates have no gradient: {told}")
             found = [p.grad if scale is None or p.grad is None else p.grad / scale for p in self._phi]
             extra = torch.autograd.grad(term, self._phi, allow_unused=True)
             self._gradients = [b if a is None else a if b is None else a + b for a, b in zip(found, extra, strict=True)]
@@ -89,6 +93,7 @@ class Driver:
             for p, gradient in zip(self._phi, self._gradients, strict=True):
                 p.grad = gradient
             self.adam.step()
+            after_step(self._gated, self.optimizer)
             self.adam.zero_grad()  # used: a loop may clear the gradients of the model alone
         if not self._skips:
             self._then()

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ellzero.gated.counting import Vector
 from ellzero.gated.module import Gated
+from ellzero.gates.abstract import NoExpectation
 from ellzero.graph.plan import Mask, Plan, make_plan
 
 
@@ -28,7 +30,7 @@ def propose(gated: Gated, closed: Mask, multiple: int = 1) -> Plan:
         opens = torch.as_tensor(~closed).to(gated.tables["ends"])
         extended = gated.liveness.extend(opens, gated.tables)
         kept = gated.liveness.units(extended, gated.tables).cpu().numpy() > 0.5
-        probable = gated.alive()[0].double().cpu().numpy()
+        probable = _probable(gated)
     present = there(gated)
     kept &= present
     for axis, start in zip(gated.axes, gated.graph.offsets, strict=False):
@@ -37,6 +39,14 @@ def propose(gated: Gated, closed: Mask, multiple: int = 1) -> Plan:
         wanted = max(1, -(-int(kept[here].sum()) // multiple)) * multiple - int(kept[here].sum())
         kept[rest[np.argsort(-probable[rest], kind="stable")[:wanted]]] = True
     return make_plan(gated.graph, kept, evidence=np.where(present, probable, -np.inf), refuse=False)
+
+
+def _probable(gated: Gated) -> Vector:
+    """P(alive) of every unit or, of gates without an expectation, the evidence for it."""
+    try:
+        return gated.alive()[0].double().cpu().numpy()
+    except NoExpectation:
+        return gated.liveness.weakest(gated.evidence())
 
 
 def there(gated: Gated) -> Mask:

@@ -29,13 +29,14 @@ def l2_of_weights(gated: Gated, *, kept: bool = False, only: str | None = None) 
     return costs.l2_norm(gated, kept=kept, only=only, detach_gates=True)
 
 
-NORMS = (costs.l2_norm, l2_of_weights)  # have no dense value to be a fraction of
+NORMS = (costs.l2_norm, l2_of_weights)
+ABSOLUTE = (*NORMS, costs.complexity)  # have no dense value to be a fraction of
 
 
 class Objective(nn.Module):
     """One run's network as a module whose weights *and* gates are parameters of one call.
 
-    Costs are fractions of those of the dense network, one for each part; norms are as they are.
+    Costs are fractions of those of the dense network, one for each part; norms and complexity are as they are.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Objective(nn.Module):
             autocast,
         )  # the network in bfloat16 where that is safe, in training; not loss and costs
         self.has_gates = isinstance(network, Gated)
-        self.dense = [1.0 if c in NORMS else costs.dense(costs.only(c, only), self.gated) for c, only in parts]
+        self.dense = [1.0 if c in ABSOLUTE else costs.dense(costs.only(c, only), self.gated) for c, only in parts]
         self.whole = [costs.dense(c, self.gated) for c in WATCHED] if self.has_gates else []
 
     @property
@@ -143,7 +144,7 @@ class Runs(nn.Module):
         if self.size > 1:
             members = [dict(o.named_parameters()) for o in objectives]
             for name in self.keys:
-                stacked = nn.Parameter(torch.stack([m[name].detach() for m in members]))
+                stacked = nn.Parameter(torch.stack([m[name].detach() for m in members]), members[0][name].requires_grad)
                 self.register_parameter(name.replace(".", "|"), stacked)
             for module in first.modules():
                 if isinstance(module, nn.Conv2d) and _reads_one_map(module):

@@ -11,7 +11,7 @@ from typing import Self
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ellzero.gated.showing import Showing
+from ellzero.gated.base.showing import Showing
 
 FORGOTTEN = 0.05  # the share of noisy batches in running statistics at which they count as those of the fixed network
 
