@@ -52,7 +52,7 @@ class ToyGate(nn.Module):
 class Toy(nn.Module):
     """Named vectors x; `total` is their sum, and the dense one the number of entries there were at first."""
 
-    fixed, drawn = False, True
+    fixed, drawn, followed, estimated = False, True, True, True
 
     def __init__(self, least: float = 0.0, **gates: list[float]) -> None:
         super().__init__()

@@ -54,11 +54,11 @@ def dense_of(argument: str, cost: Cost, gated: Gated, group: str | None) -> floa
     return whole
 
 
-def expects(gated: Gated) -> bool:
-    """Whether gates have P(z ≠ 0), and so an expected cost."""
+def expects(cost: Cost, gated: Gated) -> bool:
+    """Whether a cost has an expectation: gates of some families have no P(z ≠ 0)."""
     try:
         with torch.no_grad():
-            gated.prob_open()
+            cost(gated)
     except NoExpectation:
         return False
     return True
@@ -70,7 +70,7 @@ def refuse_unmoved(cost: Cost, gated: Gated) -> None:
     """
     if unwrapped(cost)[0] not in (params, macs, units) or all(len(p.shape) == 1 for p in gated.placements):
         return
-    if not expects(gated):
+    if not expects(cost, gated):
         moved = bool(savings(cost, gated, torch.ones(gated.liveness.size)).any())
     else:
         with torch.enable_grad(), torch.inference_mode(False):

@@ -251,7 +251,7 @@ class Constraint(nn.Module):
 
     def _saved(self, gated: Gated, whole: Mapping[str | None, float]) -> Tensor | None:
         """What closing each gate alone saves of each group, as a fraction; `None` where gates have an expectation."""
-        if self._on == "expected" or expects(gated):
+        if self._on == "expected" or all(expects(only(self.cost, group), gated) for group in whole):
             return None
         ones = torch.ones(gated.liveness.size)
         return torch.stack([savings(only(self.cost, group), gated, ones) / whole[group] for group in whole])

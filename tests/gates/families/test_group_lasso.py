@@ -18,6 +18,7 @@ def prepared(**options: Any) -> tuple[l0.Gated, Tensor]:
     return attached(mlp(3, 6, 2).double(), x.double(), gate=lambda shape: GroupLassoGate(shape, **options)), x.double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [{}, {"momentum": 0.9}, {"momentum": 0.5, "nesterov": True}])
 def test_weights_rest_where_loss_and_penalty_are_least(momentum: dict[str, Any]) -> None:
     """½‖W − A‖² + λ·Σ c‖w_g‖ is least at A's columns times max(0, 1 − λc/‖a_g‖); c = √2 of two weights."""
