@@ -26,6 +26,7 @@ from ellzero.graph.running import (
     Calls,
     Coarsest,
     agree,
+    disturb,
     enough,
     first_examples,
     is_large,
@@ -165,7 +166,7 @@ class _Bench:
     def _sets(self, inputs: Inputs, seed: int = 0) -> bool:
         """Adds a scene, a disturbed copy of the model and an input, if it runs and gives finite numbers."""
         model = whole_copy(self.original).eval()
-        _disturb(model, seed)
+        disturb(model, seed)
         moved = self._moved(model, inputs)
         dtype = self.dtype
         if dtype is not None:
@@ -264,8 +265,10 @@ class _Bench:
             scenes = scenes if plan.columns else small
             tried.append((plan.units, scenes))
         # Who asks whether a number is even, say, may get the same answer once or twice.
-        for seed, much in list(enumerate(_FURTHER))[4 if is_large(self.original) else 0 :]:
-            failure, _ = self.survives(self._part(axes, much, seed=seed), self.scenes)
+        few = is_large(self.original)
+        scenes = tried[0][1] if few else self.scenes  # a large one that is small already costs less
+        for seed, much in list(enumerate(_FURTHER))[4 if few else 0 :]:
+            failure, _ = self.survives(self._part(axes, much, scenes[0].done, seed), scenes)
             if failure is not None:
                 return failure
         _, self.some, self.few = tried
@@ -430,17 +433,3 @@ def _exact(entries: Tensor) -> Tensor:
     """The same numbers, in half the memory where float32 holds them, as it does those of a model in float32."""
     single = entries.float() if entries.dtype == torch.float64 else entries
     return single if torch.equal(single.to(entries), entries) else entries
-
-
-def _disturb(model: nn.Module, seed: int) -> None:
-    """Moves every number a little, or not so little for seeds above 0, from a generator of its own."""
-    generator = torch.Generator().manual_seed(seed)
-    share, least = (0.1, 0.02) if seed == 0 else (1.0, 0.1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.is_floating_point():
-                noise = torch.rand(p.shape, generator=generator).sub_(0.5).mul_(3.5).to(p)  # a deviation of one
-                p.add_(noise.mul_(share * p.abs().mean() + least))
-        for b in model.buffers():
-            if b.is_floating_point():  # a factor near one: a variance stays positive
-                b.mul_(1 + 0.1 * torch.rand(b.shape, generator=generator).to(b))

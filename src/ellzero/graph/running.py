@@ -33,7 +33,40 @@ def is_large(model: nn.Module) -> bool:
 
 def lean(model: nn.Module) -> nn.Module:
     """A copy that shares its parameters with the model, for whoever does not change their numbers."""
-    return copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    for module in reversed(list(model.modules())):  # what is inside before what holds it
+        if id(module) not in memo:
+            memo[id(module)] = _slight(module, memo) if _is_plain(module) else copy.deepcopy(module, memo)
+    out: nn.Module = memo[id(model)]
+    return out
+
+
+_HOLDING = nn.Module().__dict__.keys()  # what torch keeps in every module, the flag of training included
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has nothing of its own but numbers and words, so that a quick copy is a whole one."""
+    kind = type(module)
+    own = (value for key, value in vars(module).items() if key not in _HOLDING)
+    hooks = any(vars(module)[key] for key in _HOLDING if key.endswith("_hooks"))
+    usual = kind.__reduce_ex__ is object.__reduce_ex__ and getattr(kind, "__deepcopy__", None) is None
+    parts = (part for value in own for part in (value if isinstance(value, tuple | list) else (value,)))
+    return usual and not hooks and all(isinstance(part, _PLAIN) for part in parts)
+
+
+def _slight(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """What `copy.deepcopy` makes of a plain module, in a tenth of the time."""
+    out = object.__new__(type(module))
+    for key, value in vars(module).items():
+        out.__dict__[key] = value.copy() if isinstance(value, dict | list | set) else value
+    out._modules = {key: m if m is None else memo[id(m)] for key, m in module._modules.items()}
+    for key, b in module._buffers.items():
+        if isinstance(b, Tensor) and type(b) is Tensor and b.is_leaf:
+            out._buffers[key] = memo.setdefault(id(b), b.clone())
+        else:
+            out._buffers[key] = copy.deepcopy(b, memo)
+    return out
 
 
 def turns(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
@@ -71,6 +104,15 @@ def _names(model: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
     return [(name, ndim) for name, _, ndim in calls.made]
 
 
+def _flat(told: Any) -> Iterator[Any]:
+    """The leaves of arguments: `tree_leaves` does the same, and takes as long as a small operation."""
+    if isinstance(told, list | tuple | dict):
+        for part in told.values() if isinstance(told, dict) else told:
+            yield from _flat(part)
+    else:
+        yield told
+
+
 class Calls(TorchFunctionMode):
     """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there."""
 
@@ -79,9 +121,9 @@ class Calls(TorchFunctionMode):
         self.made: list[tuple[str, list[Any], int]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, told = str(getattr(func, "__name__", func)), tree_leaves((args, kwargs))
+        name = str(getattr(func, "__name__", func))
         sized = name in SIZED or name in ("__getitem__", "__setitem__")
-        numbers = [] if sized else [t for t in told if isinstance(t, int | float | str)]
+        numbers = [] if sized else [t for t in _flat((args, kwargs)) if isinstance(t, int | float | str)]
         out = func(*args, **(kwargs or {}))
         self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
         return out
@@ -105,7 +147,7 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
             if not torch.equal(x, y):
                 return False
         elif x.numel():
-            largest, apart = float(x.abs().max()), float((x - y).abs().max())
+            largest, apart = (float(torch.linalg.vector_norm(t, inf)) for t in (x, x - y))
             if not (isfinite(largest) and isfinite(apart)):
                 finite = x[x.isfinite()].abs()
                 largest = float(finite.max()) if finite.numel() else 1.0
@@ -120,9 +162,16 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
 def seeded(model: nn.Module) -> Iterator[None]:
     """Without gradients, and with the same random numbers at every call, of which torch's own state shows no trace."""
     devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=[d.index for d in devices]):
-        torch.manual_seed(0)
-        yield
+    generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(0)
+        with torch.no_grad():
+            yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
@@ -187,3 +236,22 @@ def first_examples(inputs: Inputs, count: int) -> Inputs:
         return inputs
     out: Inputs = tree_map(lambda t: t[:count] if isinstance(t, Tensor) and t.shape[:1] == (size,) else t, inputs)
     return out
+
+
+def disturb(model: nn.Module, seed: int) -> None:
+    """Moves every number a little, or not so little for seeds above 0, from a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    share, least = (0.1, 0.02) if seed == 0 else (1.0, 0.1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.add_(_noise(p, generator).mul_(share * p.abs().mean() + least))
+        for b in model.buffers():
+            if b.is_floating_point():  # a factor near one: a variance stays positive
+                b.mul_(1 + 0.1 * torch.rand(b.shape, generator=generator).to(b))
+
+
+def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers with a deviation of one. Drawing takes its time: the 65,537th is the first again."""
+    drawn = torch.rand(min(like.numel(), 65537), generator=generator).sub_(0.5).mul_(3.5).to(like)
+    return drawn.repeat(-(-like.numel() // max(1, len(drawn))))[: like.numel()].view(like.shape)

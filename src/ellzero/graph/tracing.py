@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
+from ellzero.graph.recording import Members, recorded
 from ellzero.graph.rules import RULES, SIZED, Call, tensors, unknown
 from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
@@ -155,13 +156,12 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def walk(model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False) -> None:
     """Lets the rules speak about one forward. Training is left out where the model has none, or takes no such batch."""
     try:
-        # Not only to see that it runs: what a model caches is made here, and not of the fake tensors of an export.
-        with mode(model, training), torch.no_grad(), warnings.catch_warnings(action="ignore" if training else None):
-            run(model, inputs)
-    except Exception as error:
         if not training:
-            raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
-        return
+            # Not only to see that it runs: what a model caches is made here, and not of the fake tensors of an export.
+            with mode(model, training), torch.no_grad():
+                run(model, inputs)
+    except Exception as error:
+        raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
     _Walk(model, ties, canonical_names(model), deadline).go(inputs, training)
 
 
@@ -209,23 +209,12 @@ class _Walk:
         self.modules = dict(model.named_modules())
 
     def go(self, inputs: Inputs, training: bool) -> None:
-        with mode(self.model, training), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch has to say about exporting is not about what the user does
-            try:
-                program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
-            except Exception as error:
-                if training:  # it takes no other batch size, or has no training mode of its own: the first walk stands
-                    return
-                cause = "data-dependent control flow is a common cause; axes can be passed by hand as `axes`"
-                if "Cache'>" in str(error):
-                    cause = "it returns a cache: pass `use_cache=False` among the example's keyword arguments"
-                what = "`torch.export` cannot trace the model with `example_inputs`"
-                raise TraceError(f"{what} ({cause}): {first_line(error)}") from error
-        _inline(program.graph_module)
-        signature = program.graph_signature
-        members = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        program = self._program(inputs, training)
+        if program is None:
+            return
+        graph, members = program
         values: dict[torch.fx.Node, Any] = {}
-        nodes = list(program.graph.nodes)
+        nodes = list(graph.nodes)
         self.index = {node: number for number, node in enumerate(nodes)}
         self.ties.contracting = 0
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
@@ -235,6 +224,29 @@ class _Walk:
             progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
             values[node] = self._value(node, number, values, members, inputs, training)
             self._link(node, number, values, training)
+
+    def _program(self, inputs: Inputs, training: bool) -> tuple[torch.fx.Graph, Members] | None:
+        """The operations of a forward; None where the model has no such one: what the first walk saw stands then."""
+        with mode(self.model, training), warnings.catch_warnings(action="ignore"):
+            try:
+                return recorded(self.model, *tree_map(_copied, inputs))
+            except Exception:  # a model that depends on data, or one that rejects the batch
+                pass
+            try:
+                if training:
+                    run(self.model, inputs)
+                program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
+            except Exception as error:
+                if training:
+                    return None
+                cause = "data-dependent control flow is a common cause; axes can be passed by hand as `axes`"
+                if "Cache'>" in str(error):
+                    cause = "it returns a cache: pass `use_cache=False` among the example's keyword arguments"
+                what = "`torch.export` cannot trace the model with `example_inputs`"
+                raise TraceError(f"{what} ({cause}): {first_line(error)}") from error
+        _inline(program.graph_module)
+        signature = program.graph_signature
+        return program.graph, {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
 
     def _value(
         self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], inputs: Inputs, training: bool
@@ -250,8 +262,9 @@ class _Walk:
                 carried: dict[Dims, Numbers] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
                 # A buffer cannot be gated, so as a weight it counts as computed; it can be sliced all the same.
                 return Value(tuple(value.shape), carried, f"`{name}`", name if name in self.ties.parameters else None)
-            kind = "a constant of the model" if node.name.startswith(("c_", "lifted")) else "the model's input"
-            return Value(tuple(value.shape), why=f"{kind} `{node.name}`")
+            name = str(node.target)
+            kind = "a constant of the model" if name.startswith(("c_", "lifted")) else "the model's input"
+            return Value(tuple(value.shape), why=f"{kind} `{name}`")
         if node.op == "output":
             for value in tensors(torch.fx.node.map_arg(node.args, lambda n: values[n])):
                 freeze(self.ties, value, "it is the model's output")
@@ -287,8 +300,8 @@ class _Walk:
         return made if several else made[0]
 
     def _call(self, node: Any, training: bool, inputs: Inputs) -> Call:
-        stack = list(node.meta.get("nn_module_stack", {}).values())
-        module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else ""
+        stack = list(node.meta.get("nn_module_stack", {}).values())  # of an export
+        module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else node.meta.get("module", "")
         target = node.target
         overload = isinstance(target, torch._ops.OpOverload)
         name = target._schema.name.split("::")[-1] if overload else str(getattr(target, "__name__", target))

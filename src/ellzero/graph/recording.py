@@ -1,0 +1,173 @@
+"""A forward as the list of its operations: the model runs on the example, and what torch is told to do is written down.
+
+The list is a `torch.fx.Graph`, as `torch.export` makes it, in a small part of the time: it takes one forward. What it
+cannot vouch for, such as a number that the data tell, raises `Unrecorded`; `torch.export` then says more. This file
+does not know what an operation means.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Members = dict[str, str]  # of each placeholder that is one: the name of a parameter or buffer
+_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+# Made of others inside torch, and so without the tag: as large as the data tell.
+_AS_LARGE_AS_DATA = ("aten::where", "aten::argwhere", "aten::nonzero_numpy", "aten::one_hot", "aten::tensor_split")
+_LEAVING = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage", "_typed_storage")
+_PLAIN = (Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))
+
+
+class Unrecorded(Exception):
+    """What was run is not the whole truth about the model."""
+
+
+def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, Members]:
+    """The operations of one forward, which is run, and which of its placeholders are parameters and buffers.
+
+    Raises:
+        Unrecorded: an operation depends on the data, or its tensors went where they cannot be followed.
+    """
+    recorder = _Recorder(model, args, kwargs)
+    # Gradients stay switched on, for those who ask; below autograd, an operation made of others is still one.
+    below = torch._C._AutoDispatchBelowAutograd()
+    with torch.enable_grad(), recorder.modules(model), below, _Followed(recorder), recorder:
+        out = model(*args, **kwargs)
+    return recorder.ended(out), recorder.members
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down each operation as a node of a graph, and knows the node of every tensor."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph, self.members = fx.Graph(), Members()
+        self.nodes = WeakTensorKeyDictionary()
+        self.within = [""]  # the modules whose forward is running
+        self.doubt: Unrecorded | None = None  # a model may catch what is raised in it
+        for kind, named in (("p_", model.named_parameters()), ("b_", model.named_buffers())):
+            for name, tensor in named:
+                self.members[self._placeholder(kind + name.replace(".", "_"), tensor, told=True).name] = name
+        for name, value in _named(model, args, kwargs).items():
+            leaves = list(tree_iter(value))
+            for k, leaf in enumerate(leaves):
+                if not isinstance(leaf, _PLAIN):
+                    raise Unrecorded(type(leaf).__name__)
+                if isinstance(leaf, Tensor):
+                    self._placeholder(name if len(leaves) == 1 else f"{name}_{k}", leaf, told=True)
+
+    @contextmanager
+    def modules(self, model: nn.Module) -> Iterator[None]:
+        """Knows in the block which module of the model an operation belongs to."""
+        hooks = []
+        for path, module in model.named_modules():
+            hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self.within.append(path)))
+            hooks.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _leave(self) -> None:
+        self.within.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, torch.UntypedStorage) for leaf in tree_iter(args)):  # whose, nobody knows
+            raise self.doubts(func)
+        given = tree_map_only(Tensor, self.node, (args, kwargs))  # before it runs: it may change them in place
+        made = func(*args, **kwargs)
+        told = any(n.meta["told"] for n in tree_iter(given) if isinstance(n, fx.Node))
+        leaves = list(tree_iter(made))
+        if not all(isinstance(t, Tensor) for t in leaves) or not leaves:
+            if told and leaves != [None]:
+                raise self.doubts(func)
+            return made  # a number that is always the same
+        if told and _by_data(func, args):
+            raise self.doubts(func)
+        node = self.graph.call_function(func, *given)
+        node.meta |= {"val": tree_map_only(Tensor, _shape, made), "told": told, "module": self.within[-1]}
+        same = {id(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        for k, tensor in enumerate(leaves):
+            if id(tensor) in same and not func._schema.is_mutable:
+                continue  # it was handed back
+            if tensor is made:
+                self.nodes[tensor] = node
+            else:
+                self.nodes[tensor] = part = self.graph.call_function(operator.getitem, (node, k))
+                part.meta |= {"val": _shape(tensor), "told": told, "module": self.within[-1]}
+        return made
+
+    def node(self, tensor: Tensor) -> fx.Node:
+        """The node that made the tensor; one that was there before is a constant."""
+        found: fx.Node | None = self.nodes.get(tensor)
+        return self._placeholder("c_constant", tensor, told=False) if found is None else found
+
+    def _placeholder(self, name: str, tensor: Tensor, *, told: bool) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta |= {"val": _shape(tensor), "told": told, "module": self.within[-1]}
+        self.nodes[tensor] = node
+        return node
+
+    def doubts(self, what: Any) -> Unrecorded:
+        self.doubt = Unrecorded(str(what))
+        return self.doubt
+
+    def ended(self, out: Any) -> fx.Graph:
+        """The graph with its outputs."""
+        leaves = list(tree_iter(out))
+        if self.doubt or not all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            raise self.doubt or Unrecorded("an output that hides what is in it")
+        self.graph.output([self.node(leaf) for leaf in leaves if isinstance(leaf, Tensor)])
+        return self.graph
+
+
+class _Followed(TorchFunctionMode):
+    """Sees to it that no tensor leaves the recorder's sight: as numbers for Python, or by a way around torch."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in _LEAVING or (isinstance(made, Tensor) and made not in self.recorder.nodes and self._knows(args)):
+            raise self.recorder.doubts(func)
+        return made
+
+    def _knows(self, args: Any) -> bool:
+        return any(isinstance(t, Tensor) and t in self.recorder.nodes for t in tree_iter(args))
+
+
+def _by_data(func: Any, args: Any) -> bool:
+    """Whether the data tell how many entries come out."""
+    masked = func._schema.name == "aten::index" and any(
+        t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None
+    )
+    # `where` with three arguments is one of the common ones, and as large as these.
+    large = func._schema.name in _AS_LARGE_AS_DATA and func is not torch.ops.aten.where.self
+    return masked or large or not _BY_DATA.isdisjoint(func.tags)
+
+
+def _shape(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, device="meta")
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the model is called with, by the names of its arguments."""
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # it cannot be called so, or does not tell how
+        return {f"args_{k}": value for k, value in enumerate((*args, *kwargs.values()))}

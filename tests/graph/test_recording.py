@@ -1,0 +1,191 @@
+"""What is written down of a forward is what `torch.export` says of it; what cannot be vouched for is left to that."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ellzero.graph import tracing
+from ellzero.graph.recording import Unrecorded, recorded
+from ellzero.graph.running import lean
+from ellzero.graph.tracing import TraceError, as_inputs, mode, trace
+from support.wild import Drawer
+
+
+def operations(graph: torch.fx.Graph) -> list[tuple[str, str]]:
+    """Each operation and the module that it runs in; assertions, which only an export makes, are left out."""
+    found = []
+    for node in graph.nodes:
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else node.meta.get("module", "")
+        if node.op == "call_function" and "assert" not in str(node.target) and "getitem" not in str(node.target):
+            found.append((str(node.target).replace("lift_fresh_copy", "lift_fresh"), module))
+    return found
+
+
+class Many(nn.Module):
+    """Cuts, joins, numbers, constants, changes in place, and a block of its own dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 8), nn.LayerNorm(8), nn.Conv1d(8, 4, 3, padding=1)
+        self.constant = torch.arange(8.0)
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: Tensor, *, shift: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
+        h = F.relu(self.a(x), inplace=True) * 2 + self.constant + torch.tensor([shift] * 8)
+        left, right = h.chunk(2, 1)
+        h = self.norm(torch.cat([left.sin(), right], 1)) * self.scale
+        h[:, :2] = 0
+        values, _ = h.max(1)
+        out = self.b(h[:, :, None].expand(-1, -1, 5)).to(torch.float64)
+        return out.flatten(1), {
+            "most": values,
+            "all": torch.einsum("bi,ji->bj", h, self.a.weight.t() @ self.a.weight.new_ones(8, 8)),
+        }
+
+
+NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "convolutions": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.Dropout(), nn.Flatten(), nn.Linear(64, 2)
+        ),
+        (torch.randn(2, 3, 6, 6),),
+    ),
+    "encoder": lambda: (nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), (torch.randn(2, 3, 8),)),
+    "recurrent": lambda: (nn.LSTM(3, 4, num_layers=2), (torch.randn(5, 2, 3),)),
+    "many": lambda: (Many(), {"x": torch.randn(3, 6), "shift": 0.25}),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_recorded_forward_is_the_exported_one(name: str, training: bool) -> None:
+    model, example = NETWORKS[name]()
+    args, kwargs = as_inputs(example)
+    with mode(model, training):
+        program = torch.export.export(model, args, kwargs, strict=False)
+        graph, members = recorded(model, args, kwargs)
+    assert operations(graph) == operations(program.graph)
+    signature = program.graph_signature
+    known = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    assert set(members.values()) == set(known.values())
+    inputs = [str(node.target) for node in graph.nodes if node.op == "placeholder" and node.name not in members]
+    assert [name for name in inputs if not name.startswith("c_")] == [
+        n for n in signature.user_inputs if isinstance(n, str)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_both_ways_find_the_same_axes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawer = Drawer(seed)
+    inputs = torch.randn(2, drawer.input, *[drawer.space] * 2 * bool(drawer.space)), torch.ones(2, dtype=torch.long)
+    model = drawer.network()
+
+    def axes() -> list[tuple[Any, ...]]:
+        sites = [sorted((s.tensor, s.dims, s.role) for s in a.sites) for a in trace(model, inputs).axes]
+        return [(a.name, a.size, a.frozen, a.stream, s) for a, s in zip(trace(model, inputs).axes, sites, strict=True)]
+
+    try:
+        usual = axes()
+    except TraceError:
+        return
+    monkeypatch.setattr(tracing, "recorded", _refuses)
+    assert axes() == usual
+
+
+def _refuses(*_: Any) -> Any:
+    raise Unrecorded("on purpose")
+
+
+class Told(nn.Module):
+    def __init__(self, by: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.by = nn.Linear(4, 4), by
+
+    def forward(self, x: Tensor) -> Any:
+        return self.by(self.a(x))
+
+
+def caught(h: Tensor) -> Tensor:
+    try:
+        return h * h.sum().item()
+    except Exception:  # as careless code does
+        return h
+
+
+class Hidden:
+    """Something that holds a tensor, and does not say so."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        lambda h: h * h.sum().item(),
+        lambda h: h if h.sum() > 0 else -h,
+        lambda h: h[: int(h.argmax())],
+        lambda h: h[h > 0],
+        lambda h: h[torch.where(h[:, 0] > 0)],
+        lambda h: h * len(h.nonzero()),
+        lambda h: h * h.tolist()[0][0],
+        lambda h: h * torch.from_numpy(h.detach().numpy()),
+        lambda h: h * copy.deepcopy(h),
+        lambda h: Hidden(h),
+        caught,
+    ],
+)
+def test_what_the_data_tell_or_hide_is_not_recorded(by: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(Unrecorded), torch.no_grad():
+        recorded(Told(by), (torch.randn(3, 4),), {})
+
+
+def test_what_goes_around_autograd_or_is_mapped_is_followed() -> None:
+    graph, _ = recorded(Told(lambda h: torch.vmap(torch.sin)(h * h.data)), (torch.ones(3, 4),), {})
+    made = [node for node in graph.nodes if node.op != "placeholder"]
+    assert [node.target.__name__ for node in made[:4]] == [
+        "linear.default",
+        "detach.default",
+        "mul.Tensor",
+        "sin.default",
+    ]
+    assert [node.all_input_nodes[-1] for node in made[1:]] == [made[0], made[1], made[2], made[3]]
+
+
+def test_a_number_that_is_always_the_same_may_be_asked_for() -> None:
+    same = torch.arange(3)
+    model = Told(lambda h: h if bool((same == same).all()) else -h)
+    graph, _ = recorded(model, (torch.ones(3, 4),), {})
+    assert operations(graph)[-1][0] != "aten.neg.default"
+
+
+def test_a_lean_copy_is_a_whole_one_but_for_its_parameters() -> None:
+    class Odd(nn.Module):
+        """Holds on to another module, to a list of tensors and to itself."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            self.first, self.me, self.seen = [self.inner[0]], self, [torch.ones(2)]
+
+    model = Odd()
+    model.inner[1].register_forward_hook(lambda *_: None)
+    out = lean(model)
+    assert isinstance(out, Odd)
+    assert out.me is out
+    assert out.first[0] is out.inner[0] is not model.inner[0]
+    assert out.inner[0].weight is model.inner[0].weight
+    assert out.seen[0] is not model.seen[0]
+    assert out.inner[1].running_mean is not model.inner[1].running_mean
+    assert list(out.inner[1]._forward_hooks.values()) == list(model.inner[1]._forward_hooks.values())
+    out.inner[0].weight = nn.Parameter(torch.zeros(1, 3))
+    out.inner[0].out_features = 1
+    assert model.inner[0].weight.shape == (3, 3)
+    assert model.inner[0].out_features == 3
