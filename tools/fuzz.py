@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import torch  # noqa: E402
 
-from ellzero.graph import running  # noqa: E402
+from ellzero.graph.trials import running  # noqa: E402
 from support.wild import judged  # noqa: E402
 
 

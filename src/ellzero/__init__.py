@@ -90,7 +90,7 @@ _RENAMED = {  # modules, by what they are now
     "gated.alive": "liveness",
     "gated.counting": "census",
     "graph.plan": "removal",
-    "graph.rehearsal": "trial",
+    "graph.trials.rehearsal": "trial",
     "graph.rules": "layers",
     "graph.values": "labels",
     "out.compaction": "compact",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ellzero.graph import tracing
 from ellzero.graph.recording import Unrecorded, recorded
-from ellzero.graph.running import lean
 from ellzero.graph.tracing import TraceError, as_inputs, mode, trace
+from ellzero.graph.trials.running import lean
 from support.wild import Drawer
 
 

@@ -15,9 +15,9 @@ import ellzero as l0
 from ellzero.graph import tracing
 from ellzero.graph.axes import Graph
 from ellzero.graph.plan import make_plan
-from ellzero.graph.rehearsal import closed, proven
-from ellzero.graph.running import agree
 from ellzero.graph.tracing import as_inputs
+from ellzero.graph.trials.rehearsal import closed, proven
+from ellzero.graph.trials.running import agree
 from support.oracles import set_gates
 from support.zoo import MLP, FeedForward, LeNet, ResNet
 

@@ -17,8 +17,8 @@ from ellzero import page
 from ellzero.cli.console import FAILED, CommandError, few, quiet, refuse, say, show, show_json
 from ellzero.experiments.data import importing
 from ellzero.graph.axes import Axis, Graph
-from ellzero.graph.rehearsal import proven
 from ellzero.graph.tracing import TraceError, as_inputs, trace
+from ellzero.graph.trials.rehearsal import proven
 from ellzero.out.tables import new_table
 
 DTYPES = {

@@ -21,8 +21,8 @@ from ellzero.gated.placements import Placement, Where, per_layer, shrinkable
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.axes import Axis, Graph
-from ellzero.graph.rehearsal import proven
 from ellzero.graph.tracing import Inputs, as_inputs, shapes, telling, trace
+from ellzero.graph.trials.rehearsal import proven
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.

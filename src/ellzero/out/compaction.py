@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ellzero import gates as gt
 from ellzero.gated.module import Gated
 from ellzero.graph.plan import Plan
-from ellzero.graph.running import agree, enough, first_examples, outputs, stirred, watched
 from ellzero.graph.tracing import Inputs, first_line, progress, telling
+from ellzero.graph.trials.running import agree, enough, first_examples, outputs, stirred, watched
 from ellzero.out.fingerprint import note_example
 
 TOLERANCE = 1e-12  # of the largest output, in float64

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ellzero.graph.running import outputs
 from ellzero.graph.standins import Closed, Select
 from ellzero.graph.tracing import Inputs
+from ellzero.graph.trials.running import outputs
 
 # What stands for nothing in evaluation, and what stands for a layer that is gone.
 _NOTHING = (_DropoutNd, nn.Identity, Select, Closed)

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_map
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
-from ellzero.graph.retracing import strays
-from ellzero.graph.running import (
+from ellzero.graph.tracing import Inputs, first_line, progress, run, whole_copy
+from ellzero.graph.trials.retracing import strays
+from ellzero.graph.trials.running import (
     Calls,
     Coarsest,
     agree,
@@ -36,7 +37,6 @@ from ellzero.graph.running import (
     tensors_of,
     turns,
 )
-from ellzero.graph.tracing import Inputs, first_line, progress, run, whole_copy
 
 UNSEEN = "the example input does not show whether the output depends on it"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
@@ -264,10 +264,9 @@ class _Bench:
                 return failure
             scenes = scenes if plan.columns else small
             tried.append((plan.units, scenes))
-        # Who asks whether a number is even, say, may get the same answer once or twice.
-        few = is_large(self.original)
-        scenes = tried[0][1] if few else self.scenes  # a large one that is small already costs less
-        for seed, much in list(enumerate(_FURTHER))[4 if few else 0 :]:
+        # Who asks whether a number is even, say, may get the same answer twice. A large one is asked when small.
+        first, scenes = (4, tried[0][1]) if is_large(self.original) else (0, self.scenes)
+        for seed, much in list(enumerate(_FURTHER))[first:]:
             failure, _ = self.survives(self._part(axes, much, scenes[0].done, seed), scenes)
             if failure is not None:
                 return failure

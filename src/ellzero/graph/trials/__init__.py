@@ -1,0 +1,1 @@
+"""Trying removals out on copies, before any gate is trained."""
