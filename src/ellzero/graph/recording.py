@@ -90,12 +90,11 @@ class _Recorder(TorchDispatchMode):
         made = func(*args, **kwargs)
         told = any(n.meta["told"] for n in tree_iter(given) if isinstance(n, fx.Node))
         leaves = list(tree_iter(made))
-        if not all(isinstance(t, Tensor) for t in leaves) or not leaves:
-            if told and leaves != [None]:
-                raise self.doubts(func)
-            return made  # a number that is always the same
-        if told and _by_data(func, args):
+        numbers = not leaves or not all(isinstance(t, Tensor) for t in leaves)
+        if told and (numbers or _by_data(func, args)):
             raise self.doubts(func)
+        if numbers:
+            return made  # always the same
         node = self.graph.call_function(func, *given)
         node.meta |= {"val": tree_map_only(Tensor, _shape, made), "told": told, "module": self.within[-1]}
         same = {id(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
