@@ -155,8 +155,7 @@ def _by_data(func: Any, args: Any) -> bool:
     masked = func._schema.name == "aten::index" and any(
         t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None
     )
-    # `where` with three arguments is one of the common ones, and as large as these.
-    large = func._schema.name in _AS_LARGE_AS_DATA and func is not torch.ops.aten.where.self
+    large = func._schema.name in _AS_LARGE_AS_DATA and len(args) < 3  # the other `where` is as large as its arguments
     return masked or large or not _BY_DATA.isdisjoint(func.tags)
 
 
