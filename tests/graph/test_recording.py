@@ -81,15 +81,15 @@ def test_a_recorded_forward_is_the_exported_one(name: str, training: bool) -> No
     ]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_both_ways_find_the_same_axes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawer = Drawer(seed)
     inputs = torch.randn(2, drawer.input, *[drawer.space] * 2 * bool(drawer.space)), torch.ones(2, dtype=torch.long)
     model = drawer.network()
 
     def axes() -> list[tuple[Any, ...]]:
-        sites = [sorted((s.tensor, s.dims, s.role) for s in a.sites) for a in trace(model, inputs).axes]
-        return [(a.name, a.size, a.frozen, a.stream, s) for a, s in zip(trace(model, inputs).axes, sites, strict=True)]
+        found = trace(model, inputs).axes
+        return [(a.name, a.size, a.frozen, a.stream, [(s.tensor, s.dims, s.role) for s in a.sites]) for a in found]
 
     try:
         usual = axes()
