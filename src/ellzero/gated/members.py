@@ -95,10 +95,17 @@ def show_members(
     """Shows the weights to those gates whose family looks at them.
 
     Raises:
-        ValueError: a placement counts nothing, so that there is nothing to see.
+        ValueError: a placement counts nothing, so that there is nothing to see, or more than one weight for a gate of a
+            family that is for single ones.
     """
     for placement, gate in zip(placements, gates, strict=True):
         if gate.sees_weights:
             if not placement.counts:
                 raise ValueError(f"`{placement.name}` must count weights for {type(gate).__name__}, got none")
+            single = all(len(s.dims) == model.get_parameter(s.tensor).ndim for s in placement.counts)
+            if gate.per_weight and not single:
+                raise ValueError(
+                    f"`where` must put {type(gate).__name__} on single weights, as `l0.weights(...)` does, got "
+                    f"`{placement.name}`, whose gates count several"
+                )
             gate.bind(Counted(model, placement, device))

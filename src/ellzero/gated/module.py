@@ -29,7 +29,7 @@ from ellzero.gated.members import show_members
 from ellzero.gated.multiplying import aim, in_place, multiplied, multiply_into
 from ellzero.gated.placements import Placement
 from ellzero.gated.taking import idle, refuse_taking, remaining
-from ellzero.gates.abstract import AbstractGate, draw, values
+from ellzero.gates.abstract import AbstractGate, additions, draw, values
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.plan import Mask, Plan, make_plan
 
@@ -190,24 +190,28 @@ class Gated(Asking):
         gates = self._gates()
         if gate_noise is not None and gate_noise.shape != (n := self.liveness.size,):
             raise ValueError(f"`gate_noise` must have shape ({n},), one entry per gate, got {tuple(gate_noise.shape)}")
-        z = values(gates) if self.fixed or not self.training else self._drawn(gate_noise)
+        z, added = (values(gates), None) if self.fixed or not self.training else self._drawn(gate_noise)
         if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
             held = {name: target.holders for name, target in self._targets.items()}
-            weights = {".".join(path): w for name, w in self.gated_weights(z).items() for path in held[name]}
+            weights = {".".join(path): w for name, w in self.gated_weights(z, added).items() for path in held[name]}
             return functional_call(self.model, weights, args, kwargs, tie_weights=False)
-        with in_place(self.model, self._targets, z, self.tables):
+        with in_place(self.model, self._targets, z, self.tables, added):
             return self.model(*args, **kwargs)
 
-    def _drawn(self, gate_noise: Tensor | None) -> list[Tensor]:
+    def _drawn(self, gate_noise: Tensor | None) -> tuple[list[Tensor], list[Tensor | None] | None]:
         self.drawn = True
         if gate_noise is None:  # `noisy` is not read here: a compiler would compile anew when it has changed
             self.noisy = True
-        return draw(self._gates(), gate_noise)
+        gates = self._gates()
+        if not any(gate.adds for gate in gates):
+            return draw(gates, gate_noise), None
+        u = self.gate_noise() if gate_noise is None else gate_noise
+        return draw(gates, u), additions(gates, u)
 
-    def gated_weights(self, z: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The weights that gates multiply, multiplied by `z` (one tensor per placement)."""
-        members = dict(self.model.named_parameters())
-        return {name: multiplied(members[name], target, z, self.tables) for name, target in self._targets.items()}
+    def gated_weights(self, z: Sequence[Tensor], added: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
+        """The weights that gates multiply, multiplied by `z` (one tensor per placement), with noise that they add."""
+        members, tables = dict(self.model.named_parameters()), self.tables
+        return {name: multiplied(members[name], target, z, tables, added) for name, target in self._targets.items()}
 
     def multiply_into(self, model: nn.Module, z: Sequence[Tensor]) -> None:
         """Multiplies `z` into the weights of a copy of the model, in place: no second set of weights takes memory."""

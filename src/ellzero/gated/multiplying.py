@@ -67,20 +67,36 @@ def aim(model: nn.Module, placements: Sequence[Placement]) -> tuple[dict[str, Ta
     return targets, tables
 
 
-def multiplied(weight: Tensor, target: Target, z: Sequence[Tensor], tables: Mapping[str, Tensor]) -> Tensor:
-    """`weight` times all gates on it, which `z` holds by placement; `tables` are those of `aim`, as tensors."""
+def multiplied(
+    weight: Tensor,
+    target: Target,
+    z: Sequence[Tensor],
+    tables: Mapping[str, Tensor],
+    added: Sequence[Tensor | None] | None = None,
+) -> Tensor:
+    """`weight` times all gates on it, which `z` holds by placement; `tables` are those of `aim`, as tensors.
+
+    A placement with an entry in `added` has noise for each weight: w·z + noise, before all others are multiplied in.
+    """
     product: Tensor | None = None
-    for number, repeats, table, shape in target.factors:
-        factor = z[number]
-        if table is not None:
-            factor = torch.cat([factor.reshape(-1), factor.new_ones(1)])[tables[table]]
-        elif repeats > 1:
-            factor = factor.reshape(-1, 1).expand(-1, repeats)
-        if factor.shape != shape:
-            factor = factor.reshape(shape)
-        product = factor if product is None else product * factor
-    assert product is not None
+    for part in target.factors:
+        factor, noise = _laid_out(z[part.number], part, tables, 1.0), None if added is None else added[part.number]
+        if noise is not None:
+            weight = weight * factor.to(weight.dtype) + _laid_out(noise, part, tables, 0.0).to(weight.dtype)
+        else:
+            product = factor if product is None else product * factor
+    if product is None:
+        return weight
     return weight * (product if product.dtype == weight.dtype else product.to(weight.dtype))
+
+
+def _laid_out(gates: Tensor, part: Factor, tables: Mapping[str, Tensor], elsewhere: float) -> Tensor:
+    """What belongs to gates, as it broadcasts against the weight."""
+    if part.table is not None:
+        gates = torch.cat([gates.reshape(-1), gates.new_full((1,), elsewhere)])[tables[part.table]]
+    elif part.repeats > 1:
+        gates = gates.reshape(-1, 1).expand(-1, part.repeats)
+    return gates if gates.shape == part.shape else gates.reshape(part.shape)
 
 
 @torch.no_grad()
@@ -95,7 +111,11 @@ def multiply_into(
 
 @contextmanager
 def in_place(
-    model: nn.Module, targets: Mapping[str, Target], z: Sequence[Tensor], tables: Mapping[str, Tensor]
+    model: nn.Module,
+    targets: Mapping[str, Target],
+    z: Sequence[Tensor],
+    tables: Mapping[str, Tensor],
+    added: Sequence[Tensor | None] | None = None,
 ) -> Iterator[None]:
     """Puts the gated weights where the model looks for its own, and puts these back in the end.
 
@@ -122,7 +142,7 @@ def in_place(
                         "(replaced, resized or sharded since?); attach again"
                     )
                 if weight is None:
-                    weight = multiplied(own, target, z, tables)
+                    weight = multiplied(own, target, z, tables, added)
                 put.append((module._parameters, key, own))
                 module._parameters[key] = weight
         yield

@@ -5,9 +5,12 @@ from ellzero.gates.abstract import AbstractGate, Members, NoExpectation, Phi, dr
 from ellzero.gates.estimators import AR, ARM, AbstractEstimator, ScoreFunction, StraightThrough
 from ellzero.gates.families.bernoulli import AbstractBernoulliGate, BernoulliGate
 from ellzero.gates.families.dropout import DropoutGate
+from ellzero.gates.families.gaussian_weights import GaussianWeightGate
 from ellzero.gates.families.generalized_dropout import GeneralizedDropoutGate
+from ellzero.gates.families.gnj import GNJGate
 from ellzero.gates.families.group_lasso import GroupLassoGate
 from ellzero.gates.families.sbp import SBPGate
+from ellzero.gates.families.sparse_vd import SparseVDGate
 from ellzero.gates.families.stg import STGGate
 from ellzero.gates.families.vib import VIBGate
 from ellzero.gates.hard_concrete import AbstractRule, HardConcreteGate, Median, Noiseless
@@ -24,6 +27,8 @@ __all__ = [
     "AbstractThresholdedGate",
     "BernoulliGate",
     "DropoutGate",
+    "GNJGate",
+    "GaussianWeightGate",
     "GeneralizedDropoutGate",
     "GroupLassoGate",
     "HardConcreteGate",
@@ -36,6 +41,7 @@ __all__ = [
     "SBPGate",
     "STGGate",
     "ScoreFunction",
+    "SparseVDGate",
     "StraightThrough",
     "VIBGate",
     "distributions",

@@ -54,6 +54,8 @@ class AbstractGate(nn.Module, ABC):
 
     Attributes:
         sees_weights: whether the family asks for `members`, which `attach` then gives it.
+        per_weight: whether there must be a gate for each weight (`l0.weights`).
+        adds: whether the gates add noise to their weights too (`added_from`).
         acts_after_steps: whether `after_step` does anything.
         needs_loss: whether the gates learn from the value of the loss (`objectives.estimated_backward`).
         rate_ratio: the gates' learning rate as a multiple of the weights', where nobody names one.
@@ -64,7 +66,9 @@ class AbstractGate(nn.Module, ABC):
 
     shape: torch.Size
     sees_weights: ClassVar[bool] = False
-    acts_after_steps: ClassVar[bool] = False
+    per_weight: ClassVar[bool] = False
+    adds: ClassVar[bool] = False
+    acts_after_steps: bool = False
     needs_loss: bool = False
     rate_ratio: ClassVar[float] = 1.0
 
@@ -125,6 +129,10 @@ class AbstractGate(nn.Module, ABC):
         The default is P(z ≠ 0), the L0 penalty of one group.
         """
         return self.prob_from(phi)
+
+    def added_from(self, phi: Phi, u: Tensor) -> Tensor:
+        """What a draw adds to each weight, of gates that have noise for single weights."""
+        raise NotImplementedError(f"{type(self).__name__} adds nothing to weights")
 
     def after_step(self, step: float | Tensor | None) -> None:
         """What the family does after each step of the optimizer: a proximal step on its weights, clamps on φ.
@@ -261,6 +269,13 @@ def draw(gates: Sequence[AbstractGate], u: Tensor | None = None) -> list[Tensor]
     elif u.shape != (total := sum(gate.shape.numel() for gate in gates),):
         raise ValueError(f"`u` must have shape ({total},), one entry per gate, got {tuple(u.shape)}")
     return together(gates, lambda gate, phi, u: gate.sample_from(phi, u), u)
+
+
+def additions(gates: Sequence[AbstractGate], u: Tensor) -> list[Tensor | None]:
+    """What each gate adds to its weights, from the noise that `draw` was given; `None` of gates that only multiply."""
+    parts = u.split_with_sizes([gate.shape.numel() for gate in gates])
+    pairs = zip(gates, parts, strict=True)
+    return [gate.added_from(gate.phi(), part.view(gate.shape)) if gate.adds else None for gate, part in pairs]
 
 
 def values(gates: Sequence[AbstractGate]) -> list[Tensor]:

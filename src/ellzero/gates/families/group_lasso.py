@@ -38,7 +38,7 @@ class GroupLassoGate(AbstractThresholdedGate):
     """
 
     sees_weights: ClassVar[bool] = True
-    acts_after_steps: ClassVar[bool] = True
+    acts_after_steps = True
     lacks: ClassVar[str] = "without noise a group is there or not"
 
     def __init__(self, shape: int | Sequence[int], *, by_size: bool = True) -> None:
