@@ -311,7 +311,7 @@ def test_help_and_version(run: Run) -> None:
 def test_as_a_program(server: processes.Server, tmp_path: Path) -> None:
     """`python -m ellzero` finds modules of the working directory, and prints nothing but the answer.
 
-    A fork of a process that has imported torch runs it three times; `torchrun` and `recipes | head` start it anew.
+    A fork of a process that has imported torch runs it three times; `recipes | head` starts it anew.
     """
     calls = [["inspect", target, "--input", "1,4"] for target in ("nets:make", "nets:Forks", "nets:number")]
     *answer, first, untraceable, second, wrong, third = server.run(

@@ -1,10 +1,8 @@
 """A network and data of one's own on the command line: each command, a killed run, a sweep, and mistakes on purpose."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,9 +24,8 @@ from ellzero.experiments.store.checkpoint import steps
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.building import build
 from ellzero.experiments.train.loop import restore, train
-from support import ROOT
 from support.own import CODE, module
-from support.processes import until
+from support.processes import Server, until
 from support.runs import assert_same_end
 
 Run = Callable[..., tuple[int, str, str]]
@@ -64,18 +61,17 @@ def error_of(network: nn.Module, dataset: Samples) -> float:
 
 
 @pytest.mark.slow
-def test_killed_resumed_and_handed_over(own: str, tmp_path: Path, run: Run) -> None:
+def test_killed_resumed_and_handed_over(own: str, tmp_path: Path, run: Run, server: Server) -> None:
     asked = ["train", "--network", f"{own}:make", "--data", f"{own}:load", *ASKED, "--quiet"]
     whole = tmp_path / "whole"
     assert run(*asked, "--json", "--out", str(whole))[0] == 0
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-m", "ellzero", *asked, "--out", "killed", "--save-seconds", "0", "--workers", "1"]
-    child = subprocess.Popen(command, cwd=tmp_path, env=environment)
+    call = [*asked, "--out", "killed", "--save-seconds", "0", "--workers", "1"]
+    child = server.start("program", calls=[call], where=str(tmp_path), threads=torch.get_num_threads())
     killed = tmp_path / "killed"
-    until(lambda: child.poll() is not None or any(s >= 9 for s in steps(killed / "checkpoints")))  # after they settled
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    until(lambda: any(s >= 9 for s in steps(killed / "checkpoints")))  # after they settled
+    child.kill()
+    assert child.wait() == -signal.SIGKILL, child.said
     assert steps(killed / "checkpoints")[-1] % 6, "in the middle of an epoch"
     until(lambda: run("train", "--resume", str(killed), "--quiet")[0] == 0)  # its worker may hold the lock for a moment
     assert_same_end(Folder.open(killed), Folder.open(whole), unseeded=True)
@@ -176,6 +172,7 @@ def test_a_model_that_cannot_be_traced_is_refused_in_a_line(own: str, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drawn_once")
 def test_a_sweep_over_two_targets_and_a_file(own: str, tmp_path: Path, run: Run) -> None:
     (tmp_path / "few.toml").write_text(
         f'network = "{own}:make"\ndata = "{own}:tensors"\nepochs = 2\nbatch = 20\nat_most = 0.5'

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -82,11 +83,32 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 PAGES = ("run.html", "shrunk/page.html", "runs.html", "method.html")
+Opened = Callable[..., Tab]
+
+
+@pytest.fixture(scope="module")
+def opened(home: Path, chromium: Browser) -> Iterator[Opened]:
+    """Gives a page of `home` by its name: opened once, in a small dark window, for all tests that do not leave it."""
+    with opening(chromium) as show:
+        first = cache(lambda name: show(home / name, 390, dark=True))
+
+        def again(name: str, width: int = 1280, *, dark: bool = False) -> Tab:
+            """As it was in the beginning, but for the window."""
+            tab = first(name)
+            tab.front()
+            tab.resize(width, dark=dark)
+            tab.evaluate("""(() => { const form = document.getElementById('choice'); if (form) {
+                form.reset(); form.dispatchEvent(new Event('change', {bubbles: true})); } })()""")
+            tab.ready()
+            tab.hover(5, 5)
+            return tab
+
+        yield again
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_whole_and_fits_every_window(name: str, home: Path, show: Open) -> None:
-    tab = show(home / name, 390, dark=True)
+def test_a_page_is_whole_and_fits_every_window(name: str, home: Path, opened: Opened) -> None:
+    tab = opened(name, 390, dark=True)
     drawn = "Array.from(document.querySelectorAll('[data-chart]')).map(e => e.querySelectorAll('.main-svg').length > 0)"
     assert all(tab.evaluate(drawn))
     assert tab.evaluate("document.querySelectorAll('[data-chart]').length") > 0
@@ -115,11 +137,9 @@ BOXES = "Array.from(document.querySelectorAll('.main-svg')).map(e => e.getBoundi
 INK = "getComputedStyle(document.querySelector('.xtick text, .legendtext')).fill.match(/\\d+/g).slice(0, 3).map(Number)"
 
 
-@pytest.fixture(scope="module")
-def method(home: Path, chromium: Browser) -> Iterator[Tab]:
-    """The page of the method, open for several tests."""
-    with opening(chromium) as show:
-        yield show(home / "method.html")
+@pytest.fixture
+def method(opened: Opened) -> Tab:
+    return opened("method.html")
 
 
 def test_the_switch_goes_through_the_colours(method: Tab) -> None:
@@ -136,10 +156,10 @@ def test_the_switch_goes_through_the_colours(method: Tab) -> None:
 # ---------------------------------------------------------------- one run
 
 
-def test_the_page_of_a_run_shows_its_json(home: Path, show: Open) -> None:
+def test_the_page_of_a_run_shows_its_json(home: Path, opened: Opened) -> None:
     folder = Folder.open(home / "runs" / "trained")
     (result,) = folder.results() or []
-    tab = show(home / "run.html")
+    tab = opened("run.html")
     text = tab.evaluate("document.body.innerText")
     assert f"{result['error_last']:.2f} %" in text
     assert f"{100 * result['costs']['params']['kept']:.2f} %" in text
@@ -251,12 +271,12 @@ def test_a_press_right_after_a_movement_opens_too(home: Path, show: Open) -> Non
     assert tab.evaluate("location.href").endswith("/page.html")
 
 
-def test_runs_switch_what_is_compared(home: Path, show: Open) -> None:
+def test_runs_switch_what_is_compared(home: Path, opened: Opened) -> None:
     results = {}
     for path in sorted((home / "runs").iterdir()):
         if (path / "results.json").exists():
             (results[path.name],) = Folder.open(path).results() or []
-    tab = show(home / "runs.html")
+    tab = opened("runs.html")
     # By the keyboard, as without a mouse: the arrows go through the choices of a group.
     tab.evaluate("document.querySelector('input[name=cost]').focus()")
     for cost, words in (("params", "parameters"), ("macs", "MACs"), ("l0_norm", "density")):
@@ -282,15 +302,30 @@ def test_runs_switch_what_is_compared(home: Path, show: Open) -> None:
     assert tab.problems == []
 
 
-def test_headings_sort_their_tables_by_mouse_and_keyboard(tmp_path: Path, home: Path, show: Open) -> None:
-    """Numbers as numbers, 9.5 below 10.25, and names by the numbers in them; the other table stays as it is."""
+ERRORS = {f"r{number}": 20 + 37 * number % 200 / 10 for number in range(200)}
+ERRORS |= {"r10": 9.5, "r9": 10.25, "r2": 100.0, "r1": 2.0}
+
+
+@pytest.fixture(scope="module")
+def many(home: Path, chromium: Browser) -> Iterator[Tab]:
+    """The page of two hundred runs, in a small window."""
     source = json.loads((home / "runs" / "trained" / "results.json").read_text())[0]
-    errors = {"r10": 9.5, "r9": 10.25, "r2": 100.0, "r1": 2.0}
-    for name, error in errors.items():
-        own = {**source, "error_last": error, "error_best": error}
-        Folder.create(tmp_path / name, [SMALL.override(name=name, at_most=0.3 + error / 1000)]).finish([own])
-    (tmp_path / "runs.html").write_text(runs_page([tmp_path], tmp_path), encoding="utf-8")
-    tab = show(tmp_path / "runs.html")
+    for number in range(200):
+        name, kept = f"r{number}", (number + 1) / 201
+        costs = {c: {**v, "kept": kept} for c, v in source["costs"].items()}
+        own = {**source, "costs": costs, "error_last": ERRORS[name], "error_best": ERRORS[name]}
+        Folder.create(home / "many" / name, [SMALL.override(name=name, at_most=kept)]).finish([own])
+    (home / "many.html").write_text(runs_page([home / "many"], home), encoding="utf-8")
+    with opening(chromium) as show:
+        yield show(home / "many.html", 390)
+
+
+def test_headings_sort_their_tables_by_mouse_and_keyboard(many: Tab) -> None:
+    """Numbers as numbers, 9.5 below 10.25, and names by the numbers in them; the other table stays as it is."""
+    tab = many
+    tab.front()
+    tab.resize(1280)
+    tab.ready()
 
     def shown(table: int) -> list[str]:
         rows = f"Array.from(document.querySelectorAll('table[data-sortable]')[{table}].tBodies[0].rows)"
@@ -300,35 +335,31 @@ def test_headings_sort_their_tables_by_mouse_and_keyboard(tmp_path: Path, home: 
     def heading(text: str) -> str:
         return f"Array.from(document.querySelectorAll('thead th')).find(e => e.innerText.startsWith('{text}'))"
 
-    rising, before = sorted(errors, key=lambda name: errors[name]), shown(1)
+    rising, before = sorted(ERRORS, key=lambda name: ERRORS[name]), shown(1)
     tab.evaluate(f"{heading('Error, last')}.scrollIntoView({{block: 'center'}})")
     box = tab.evaluate(f"JSON.parse(JSON.stringify({heading('Error, last')}.firstChild.getBoundingClientRect()))")
     tab.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
-    assert shown(0) == rising == ["r1", "r10", "r9", "r2"]
+    assert shown(0) == rising == ["r1", "r10", "r9", *rising[3:-1], "r2"]
     assert tab.evaluate(f"{heading('Error, last')}.getAttribute('aria-sort')") == "ascending"
     tab.press("Enter")  # the heading that was clicked has the focus
     assert shown(0) == rising[::-1]
     assert tab.evaluate(f"{heading('Error, last')}.getAttribute('aria-sort')") == "descending"
     tab.evaluate(f"{heading('Recipe')}.querySelector('button').focus()")
     tab.press("Enter")
-    assert shown(0) == ["r1", "r2", "r9", "r10"]
+    assert shown(0) == [f"r{number}" for number in range(200)]
     marked = "Array.from(document.querySelectorAll('th[aria-sort]')).map(e => e.innerText)"
     assert len(tab.evaluate(marked)) == 1
     assert shown(1) == before
     assert tab.problems == []
 
 
-def test_two_hundred_runs_open(tmp_path: Path, home: Path, show: Open) -> None:
-    source = json.loads((home / "runs" / "trained" / "results.json").read_text())[0]
-    for number in range(200):
-        recipe = SMALL.override(name=f"r{number}", at_most=(number + 1) / 201)
-        costs = {c: {**v, "kept": (number + 1) / 201} for c, v in source["costs"].items()}
-        Folder.create(tmp_path / f"r{number}", [recipe]).finish([{**source, "costs": costs}])
-    (tmp_path / "runs.html").write_text(runs_page([tmp_path], tmp_path), encoding="utf-8")
-    tab = show(tmp_path / "runs.html", 390)
-    assert tab.evaluate("document.querySelectorAll('.scatterlayer .trace.scatter path.point').length") >= 200
-    assert tab.overflow() <= 0
-    assert tab.problems == []
+def test_two_hundred_runs_open(many: Tab) -> None:
+    many.front()
+    many.resize(390)
+    many.ready()
+    assert many.evaluate("document.querySelectorAll('.scatterlayer .trace.scatter path.point').length") >= 200
+    assert many.overflow() <= 0
+    assert many.problems == []
 
 
 def test_names_that_are_html_do_nothing(tmp_path: Path, home: Path, show: Open) -> None:

@@ -194,6 +194,10 @@ class Tab:
             case "Page.loadEventFired":
                 self._loads += 1
 
+    def front(self) -> None:
+        """Comes before the other tabs: of those behind, nothing is drawn."""
+        self.ask("Page.bringToFront")
+
     def resize(self, width: int, height: int = 900, *, dark: bool = False, touch: bool = False) -> None:
         """Another window: its size in pixels, whether the system is dark, whether there is a finger and no mouse."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)

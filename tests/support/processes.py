@@ -331,8 +331,11 @@ def launched(program: str, arguments: list[str], where: str) -> None:
     elastic_launch(config, _run_program)(program, arguments)
 
 
-def program(calls: list[list[str]], where: str) -> None:
-    """`python -m ellzero` with each of these arguments, in a folder; says the exit codes."""
+def program(calls: list[list[str]], where: str, threads: int = 1) -> None:
+    """`python -m ellzero` with each of these arguments, in a folder, with so many threads; says the exit codes."""
+    import torch
+
+    torch.set_num_threads(threads)
     os.chdir(where)
     sys.path[0] = ""  # as `-m` has it
     for arguments in calls:

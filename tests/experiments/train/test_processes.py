@@ -1,7 +1,8 @@
 """Two processes that train one run, over gloo on the CPU: against one process, and against the step written by hand.
 
-The processes are forked by `processes.Server` and meet by a file; at the end of this file `torchrun` starts the command
-line. A run of two processes that loses one and goes on must end where an uninterrupted one ends, bit for bit.
+The processes are forked by `processes.Server` and meet by a file; at the end of this file the agent of `torchrun`
+starts the command line. A run of two processes that loses one and goes on must end where an uninterrupted one ends, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -309,60 +308,41 @@ def test_only_errors_about_other_processes_are_put_in_words() -> None:
 # ---------------------------------------------------------------- torchrun
 
 
-def torchrun(*arguments: str, where: Path) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.Popen(
-        [*launcher, "-m", "ellzero", "train", *arguments], cwd=where, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=processes.PATIENCE)
-    except subprocess.TimeoutExpired:
-        for worker in workers(process).values():
-            os.kill(worker, signal.SIGKILL)
-        process.kill()
-        raise
-    return process.returncode, out, err
-
-
-def workers(process: subprocess.Popen[str]) -> dict[int, int]:
-    """The processes that torchrun started: their numbers by rank."""
-    found = {}
+def workers(job: processes.Job) -> list[int]:
+    """The numbers of the processes that torchrun's agent started, in the order of their ranks."""
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                own = dict(pair.split("=", 1) for pair in (entry / "environ").read_text().split("\0") if "=" in pair)
-            except (OSError, ValueError):  # it has ended meanwhile, or is another user's
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended meanwhile
                 continue
-            if parent == process.pid and "RANK" in own:
-                found[int(own["RANK"])] = int(entry.name)
-    return found
+            if int(fields[1]) == job.pid:
+                found.append((int(fields[19]), int(entry.name)))  # began at, number
+    return [number for _, number in sorted(found)]
 
 
-UNDER_TORCHRUN = get("demo").override(network="lenet300", epochs=2, finetune_epochs=1, batch=500)
-WORDS = "demo --network lenet300 --epochs 2 --finetune-epochs 1 --batch 500 --device cpu --save-seconds 0 --quiet"
+UNDER_TORCHRUN = get("demo").override(network="lenet300", epochs=1, finetune_epochs=1, batch=500)
+WORDS = "demo --network lenet300 --epochs 1 --finetune-epochs 1 --batch 500 --device cpu --save-seconds 0 --quiet"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the processes of torchrun in /proc")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes of torchrun in /proc")
 def test_the_command_line_under_torchrun(server: processes.Server, tmp_path: Path) -> None:
     """Stopped by the loss of a process, and taken up: it ends where two forked processes end that nothing stops."""
-    process = torchrun(*WORDS.split(), "--out", "run", where=tmp_path)
+    words = ["train", *WORDS.split(), "--out", "run"]
+    job = server.start("launched", program="ellzero", arguments=words, where=str(tmp_path))
     home = tmp_path / "run" / "checkpoints"
-    processes.until(lambda: process.poll() is not None or checkpoint.steps(home)[-1:] > [2])
-    os.kill(workers(process)[1], signal.SIGKILL)
-    code, _, err = ended(process)
-    assert code == 1
-    assert re.search(r"^ellzero: error: (another process of this run is gone|this process was told to end)", err, re.M)
-    assert "goes on from its newest checkpoint with: torchrun --nproc-per-node 2 -m ellzero train --resume run" in err
-    assert "[rank0]" not in err  # as tracebacks begin
+    processes.until(lambda: checkpoint.steps(home)[-1:] > [2])
+    _, second = workers(job)
+    os.kill(second, signal.SIGKILL)
+    assert job.wait() == 1
+    assert re.search(
+        r"^ellzero: error: (another process of this run is gone|this process was told to end)", job.said, re.MULTILINE
+    )
+    assert (
+        "goes on from its newest checkpoint with: torchrun --nproc-per-node 2 -m ellzero train --resume run" in job.said
+    )
+    assert "[rank0]" not in job.said  # as tracebacks begin
     assert Folder.open(tmp_path / "run").results() is None
 
     words = ["train", "--resume", "run", "--save-seconds", "0", "--json"]
@@ -371,5 +351,5 @@ def test_the_command_line_under_torchrun(server: processes.Server, tmp_path: Pat
     assert (tmp_path / "run" / "compact.safetensors").exists()
     whole = Folder.create(tmp_path / "whole", [UNDER_TORCHRUN])
     run(server, whole, whole=True)
-    assert [record["epoch"] for record in whole.history()] == [1, 2, 3]
+    assert [record["epoch"] for record in whole.history()] == [1, 2]
     assert_same_end(Folder.open(tmp_path / "run"), whole, unseeded=True)
