@@ -8,8 +8,20 @@ types a name of version 0.1 that is elsewhere now is told where.
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+
+def _uncaught(kind: type[BaseException], *rest: Any) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write("ellzero: interrupted\n")
+        raise SystemExit(130)
+    sys.__excepthook__(kind, *rest)
+
+
+if Path(*sys.argv[:1]).stem == "ellzero" or (sys.argv[:1] == ["-m"] and "ellzero" in sys.orig_argv):
+    sys.excepthook = _uncaught  # it is the command, and importing torch takes seconds: `main` cannot catch yet
 
 from ellzero import gates, graph
 from ellzero.gated.attaching import attach

@@ -622,6 +622,25 @@ def test_an_interrupt_elsewhere_is_code_130(run: Run, monkeypatch: pytest.Monkey
     assert run("train", "demo") == (130, "", "ellzero: interrupted\n")
 
 
+@pytest.mark.parametrize("started", ["module", "script", "library"])
+def test_an_interrupt_while_torch_is_imported(started: str, tmp_path: Path) -> None:
+    """A torch that interrupts whoever imports it stands for the key that is pressed meanwhile."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "ellzero").write_text("from ellzero.cli import main\nraise SystemExit(main())\n")
+    ways = {
+        "module": ["-m", "ellzero", "recipes"],
+        "script": [str(tmp_path / "ellzero")],
+        "library": ["-c", "import ellzero"],
+    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(ellzero.__file__).parents[1])])}
+    done = subprocess.run([sys.executable, *ways[started]], env=environment, capture_output=True, text=True)
+    if started == "library":  # whoever imports it decides
+        assert done.returncode == -signal.SIGINT
+        assert done.stderr.endswith("KeyboardInterrupt\n")
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "ellzero: interrupted\n")
+
+
 def test_a_run_without_a_checkpoint_and_a_damaged_one_are_one_line(run: Run, home: Path, tmp_path: Path) -> None:
     Folder.create(tmp_path / "new", [SMALL], {})
     for command in ("evaluate", "compact", "report"):

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -157,6 +158,24 @@ class Graph:
                 known = out[site.tensor].setdefault(site.dims, np.full(site.units.shape, -1))
                 known[site.units >= 0] = site.units[site.units >= 0] + offset
         return dict(out)
+
+    @cached_property
+    def balanced(self) -> list[list[Numbers]]:
+        """The balances, in sets that share units: what comes back for one of a set may unbalance another."""
+        sets: list[list[Numbers]] = []
+        for balance in self.balances:
+            touched = [s for s in sets if any(np.isin(balance, other).any() for other in s)]
+            sets = [s for s in sets if not any(s is t for t in touched)] + [[b for t in touched for b in t] + [balance]]
+        return sets
+
+    @cached_property
+    def weight(self) -> npt.NDArray[np.float64]:
+        """How many entries of parameters each unit has, in the network as it is."""
+        out = np.zeros(self.offsets[-1])
+        for tensor in self.units.keys() & set(self.parameters):
+            for units in self.units[tensor].values():
+                np.add.at(out, units[units >= 0], prod(self.shapes[tensor]) / units.size)
+        return out
 
     def carries_on(self, closed: Iterable[str]) -> bool:
         """Whether the output still depends on the input when nothing passes through the weights named in `closed`."""

@@ -7,7 +7,7 @@ has layers for it. This file does not know what a gate is: it is told which unit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,9 +146,10 @@ def make_plan(
 ) -> Plan:
     """The plan that removes every unit that is not alive, as far as the network lets it.
 
-    Units come back, those with most evidence first: until each group of a grouped convolution has as many channels as
-    the fullest ("padding"), and one for an axis that is closed as a whole where its layers cannot be taken out. Units
-    of frozen axes always stay. `entries` says which of its inputs a weight that gets a `Select` goes on reading. A
+    Units come back: until each group of a grouped convolution has as many channels as the fullest ("padding"), those
+    that weigh least first and of them those with most evidence (none with −∞, but for want of others); and the one with
+    most evidence for an axis that is closed as a whole where its layers cannot be taken out. Units of frozen axes
+    always stay. `entries` says which of its inputs a weight that gets a `Select` goes on reading. A
     closed axis that nothing carries on without is a `ClosedAxisError`, or keeps one unit without `refuse`.
     """
     entries = entries or {}
@@ -171,7 +172,9 @@ def make_plan(
     for axis, start in empty:
         if not (axis.can_vanish and carries_on):
             kept[start + int(np.argmax(evidence[start : start + axis.size]))] = True
-    _balance(graph, kept, evidence)
+    order = np.argsort(np.lexsort((-evidence, graph.weight, np.isneginf(evidence)))).astype(np.float64)
+    for balances in graph.balanced:
+        even_out(kept, balances, order)
     return _carry_through(graph, kept, entries)
 
 
@@ -185,20 +188,32 @@ def _dead_readers(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> list
     return sorted(dead)
 
 
-def _balance(graph: Graph, kept: Mask, evidence: npt.NDArray[np.float64]) -> None:
-    """Lets units come back until every group of every grouped convolution keeps as many channels."""
-    settled = False
-    while not settled:
-        settled = True
-        for groups in graph.balances:
-            stays = kept[groups] | (groups < 0)
-            target = stays.sum(1).max()
-            for row, here in zip(groups, stays, strict=True):
-                short = int(target - here.sum())
-                if short:
-                    settled = False
-                    back = row[~here]
-                    kept[back[np.argsort(-evidence[back], kind="stable")[:short]]] = True
+def even_out(mask: Mask, balances: Sequence[Numbers], order: npt.NDArray[np.float64]) -> None:
+    """Adds units to a mask, in place, until as many are in each part of all these balances.
+
+    Those with the lowest `order` come first. Where several balances share units, before them those that more of the
+    balances miss, into the part first that has fewest of these: nearly always as few in all as can be.
+    """
+    while True:
+        there = [mask[balance] | (balance < 0) for balance in balances]
+        short = [(here.sum(1).max() - here.sum(1)) for here in there]
+        if not any(few.any() for few in short):
+            return
+        if len(balances) == 1:
+            rank = np.lexsort((order[balances[0]], there[0]), axis=1).argsort(1)
+            mask[balances[0][rank < short[0][:, None]]] = True
+            continue
+        parts = [
+            (row[~here], n)
+            for balance, h, few in zip(balances, there, short, strict=True)
+            for row, here, n in zip(balance, h, few.tolist(), strict=True)
+            if n
+        ]
+        missed = np.bincount(np.concatenate([back for back, _ in parts]), minlength=len(mask))
+        best = [back[missed[back] == missed[back].max()] for back, _ in parts]
+        spare = [(-missed[units[0]], len(units) - n) for units, (_, n) in zip(best, parts, strict=True)]
+        tight = best[min(range(len(best)), key=spare.__getitem__)]
+        mask[tight[np.argmin(order[tight])]] = True
 
 
 def _carry_through(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> Plan:

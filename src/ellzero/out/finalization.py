@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ellzero.gated.module import Gated
-from ellzero.objectives.costs import Cost, dense, floor, kept, name_of, only, params, savings
+from ellzero.graph.plan import even_out
+from ellzero.objectives.costs import Cost, dense, floor, kept, l0_norm, name_of, only, params, savings, unwrapped
 from ellzero.out.compaction import refuse_unfit
 
 MUCH = 0.2  # of the dense cost: what `finalize` may close without a word
@@ -26,6 +28,7 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
 
     Closes the units with the lowest evidence per cost saved first. A unit weighs more the fewer are left in its
     placement, and one always stays: the one with most evidence, of those that the placements before still lead to.
+    What must keep as many units in each of its parts, as the groups of a convolution, loses one unit of each at once.
     Changes the gates in place, and no weights.
 
     Args:
@@ -210,37 +213,102 @@ def _one_of_each(gated: Gated, opens: Tensor, worth: Tensor) -> Tensor:
     return left
 
 
+@final
+@dataclass(frozen=True)
+class _Sets:
+    """Which gates close, or open, together: as many units must be left in each part of a balance (the groups of a
+    convolution, the halves of a `chunk`), so that one unit alone saves nothing. All others are sets of one.
+
+    Args:
+        of: for each gate the number of its set, that of one of its gates.
+        there: which gates are open, or closed on units that stay all the same, to fill up a part.
+        loose: gates in balances which no sets of them exhaust: balances that cross, or units under several gates.
+    """
+
+    of: Tensor
+    there: Tensor
+    loose: Tensor
+
+    def sums(self, numbers: Tensor, where: Tensor) -> Tensor:
+        """By set, the sum over those of its gates that are somewhere."""
+        return torch.zeros_like(numbers).index_add(0, self.of, torch.where(where, numbers, 0))
+
+    def single(self) -> _Sets:
+        """Each gate by itself."""
+        return replace(self, of=torch.arange(len(self.of), device=self.of.device))
+
+
+def _sets(target: _Target, opens: Tensor, worth: Tensor, *, closing: bool) -> _Sets:
+    """Takes balances apart into sets of as few units as there can be in each: of those that are left in the network,
+    from the set that is worth least (`closing`), or of the others, from the set that is worth most.
+    """
+    live, graph = target.gated.liveness, target.gated.graph
+    of, there, loose = np.arange(live.size), opens.cpu().numpy().copy(), np.zeros(live.size, dtype=bool)
+    balanced = [] if unwrapped(target.cost)[0] is l0_norm else graph.balanced  # it counts gates, whatever stays
+    alone = (live.common[:, 1:] == live.one).all(1)
+    alone[live.several] = False
+    gate = np.where(alone & (live.common[:, 0] < live.size), live.common[:, 0], -1)  # that decides about a unit
+    order = np.where(gate < 0, np.inf, worth.double().cpu().numpy()[gate] * (1 if closing else -1))
+    with target.gated.assuming(opens):
+        kept = target.gated.plan(refuse=False).units if balanced else alone
+    for balances in balanced:
+        units = np.unique(np.concatenate([b.ravel() for b in balances]))
+        if units[0] < 0 or (gate[units] < 0).any():
+            deciding = live.common[units[units >= 0]]
+            loose[deciding[deciding < live.size]] = True
+            continue
+        loose[gate[units]] = len(balances) > 1
+        there[gate[units]] |= kept[units]
+        done = ~kept if closing else kept.copy()
+        while len(left := units[~done[units]]):
+            before = done.copy()
+            done[left[np.argmin(order[left])]] = True
+            even_out(done, balances, order)
+            together = gate[done & ~before]
+            of[together] = together.min()
+    return _Sets(*(torch.as_tensor(x, device=opens.device) for x in (of, there, loose)))
+
+
 def _closed_until(target: _Target, opens: Tensor, last: Tensor) -> Tensor:
     """Closes units, but none of the `last`, until the target is met."""
     most, current = target.most, target.kept(opens)
+    if current <= most:
+        return opens
     evidence = target.gated.evidence().clamp(min=torch.finfo(torch.float32).tiny)
     before, opens = opens, opens.clone()
+    sets = _sets(target, opens, torch.where(opens, evidence, -torch.inf), closing=True)
     while current > most:
-        saving = target.savings(opens)
-        may = opens & (saving > 0) & ~last
+        saving, worth = target.savings(sets.there), sets.sums(evidence, opens)
+        may = (worth > 0) & (sets.sums(evidence, opens & ((saving <= 0) | last)) == 0)
         if not bool(may.any()):
-            raise target.unreachable(target.fraction * current / most)
+            if torch.equal(sets.of, sets.single().of):
+                raise target.unreachable(target.fraction * current / most)
+            sets = replace(sets.single(), there=opens)
+            continue
+        saving = sets.sums(saving, sets.there)
         fits = may & (saving <= current - most)  # near the end, smaller units instead of one that overshoots
         may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
-        score = _scores(torch.where(may, evidence / saving.clamp(min=1e-30), torch.inf), opens, target.gated)
+        score = _scores(torch.where(may, worth / saving.clamp(min=1e-30), torch.inf), opens, sets, target.gated)
         order = torch.argsort(score, stable=True)[: int(may.sum())]
         # Half of the way at once, then savings are worked out anew; in the end one by one, so that nothing is closed
         # for nothing.
         many = max(1, int((torch.cumsum(saving[order], 0) <= 0.5 * (current - most)).sum()))
-        opens[order[:many]] = False
+        stays = sets.there & ~torch.isin(sets.of, order[:many])
+        sets, opens = replace(sets, there=stays), opens & stays
         current = target.kept(opens)
     return _refilled(target, opens, closed=before & ~opens)
 
 
-def _scores(single: Tensor, opens: Tensor, gated: Gated) -> Tensor:
-    """Evidence per cost of every unit, higher the fewer are left beside it when its turn comes, as the first step of
+def _scores(single: Tensor, opens: Tensor, sets: _Sets, gated: Gated) -> Tensor:
+    """Evidence per cost of every set, higher the fewer are left beside it when its turn comes, as the first step of
     log(n): no placement is used up before the others, also when many units are closed at once.
     """
-    scores = single.clone()
+    each = single[sets.of]
+    scores = each.clone()
     for mine in _placements(gated):
-        turn = torch.argsort(torch.argsort(single[mine], stable=True), stable=True)
-        scores[mine] = single[mine] * len(turn) / (opens[mine].sum() - turn).clamp(min=1)
-    return scores
+        turn = torch.argsort(torch.argsort(each[mine], stable=True), stable=True)
+        scores[mine] = each[mine] * len(turn) / (opens[mine].sum() - turn).clamp(min=1)
+    return torch.full_like(single, torch.inf).scatter_reduce(0, sets.of, scores, "amin")
 
 
 def _filled(targets: list[_Target], opens: Tensor) -> Tensor:
@@ -262,25 +330,29 @@ def _refilled(target: _Target, opens: Tensor, closed: Tensor) -> Tensor:
     evidence = target.gated.evidence()
     candidates = closed.clone()
     most, current = target.most, target.kept(opens)
+    sets = _sets(target, opens, torch.where(closed, evidence, -torch.inf), closing=False)
+    free = closed & sets.there  # they fill up a part of a balance, and are there anyway
+    if target.kept(opens | free) <= most:
+        opens = opens | free
+    closed = closed & ~free
     while bool(closed.any()):
-        price = target.savings(opens)
-        closed &= price <= most - current
+        price = sets.sums(target.savings(sets.there), ~sets.there)
+        closed &= (price <= most - current)[sets.of]
         if not bool(closed.any()):
             break
-        best = int(torch.where(closed, evidence / price.clamp(min=1e-30), -torch.inf).argmax())
-        closed[best] = False
-        opens[best] = True
-        now = target.kept(opens)
-        if now > most:  # what comes back may cost more than its gradient says: padded groups, a layer that returns
-            opens[best] = False
-        else:
-            current = now
-    # A closed unit that fills up a group of a convolution is there anyway, and costs less than its gradient says.
-    more = bool(target.gated.graph.balances)
+        worth = sets.sums(evidence, closed) / price.clamp(min=1e-30)
+        mine = sets.of == sets.of[torch.where(closed, worth[sets.of], -torch.inf).argmax()]
+        now = target.kept(opens | (mine & closed))
+        if now <= most:  # what comes back may cost more than its gradient says: a layer that returns
+            current, opens = now, opens | (mine & closed)
+            sets = replace(sets, there=sets.there | mine)
+        closed = closed & ~mine
+    # Where balances cross, a unit may fit though its set does not.
+    more = bool((candidates & sets.loose).any())
     while more:
         more = False
         for k in torch.argsort(evidence, descending=True).tolist():
-            if candidates[k] and not opens[k]:
+            if candidates[k] and sets.loose[k] and not opens[k]:
                 opens[k] = True
                 opens[k] = fits = target.kept(opens) <= most
                 more |= fits

@@ -391,7 +391,7 @@ class _Bench:
 
 def _within(graph: Graph, alive: Mask, left: Mask, *, refuse: bool = False) -> Plan:
     """The plan that leaves of these units those that are left, and brings no others back."""
-    return make_plan(graph, alive & left, evidence=left.astype(float), refuse=refuse)
+    return make_plan(graph, alive & left, evidence=np.where(left, 0.0, -np.inf), refuse=refuse)
 
 
 @contextmanager
