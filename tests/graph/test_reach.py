@@ -133,3 +133,46 @@ def test_gpt2_has_feed_forward_layers_to_gate() -> None:
     small = l0.compact(gated)
     assert small.get_submodule(names[0]).nf == 29  # type: ignore[comparison-overlap]
     assert_same(gated(words.flip(1), use_cache=False).logits, small(words.flip(1), use_cache=False).logits)
+
+
+FEED_FORWARD = {  # with an activation that adds functions of itself, or multiplies two layers
+    "Albert": ({"embedding_size": 8, "intermediate_size": 12}, "encoder.albert_layer_groups.0.albert_layers.0.ffn"),
+    "Phi": ({"intermediate_size": 12, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}, "layers.0.mlp.fc1"),
+    "T5": (
+        {"d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "feed_forward_proj": "gated-gelu"},
+        "encoder.block.0.layer.1.DenseReluDense.wi_0",
+    ),
+}
+
+
+@pytest.mark.slow  # importing transformers takes longer than all else here
+@pytest.mark.filterwarnings("ignore:with a batch of 1")
+@pytest.mark.parametrize("kind", FEED_FORWARD)
+def test_feed_forward_layers_of_transformers_are_gated_and_exact(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes, name = FEED_FORWARD[kind]
+    if kind != "T5":
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=20, **sizes)
+    model = settled(getattr(transformers, "T5EncoderModel" if kind == "T5" else f"{kind}Model")(config))
+    words = torch.arange(10).reshape(2, 5)
+    gated = l0.attach(model, words).eval()
+    assert [(found, gate.shape.numel()) for found, gate in gated.named_gates()] == [(name, 12)]
+    set_gates(gated, {name: [0, 5, 9]})
+    small = l0.compact(gated)
+    assert small.get_submodule(name).out_features == 9
+    assert_same(gated(words.flip(1)).last_hidden_state, small(words.flip(1)).last_hidden_state)
+
+
+def test_a_reason_names_what_the_user_wrote() -> None:
+    """Not what tracing puts around it, as it does around a block without gradients."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        with torch.no_grad():
+            scale = torch.fft.fft(h).abs()
+        return m.o(h * scale)
+
+    with pytest.raises(ValueError, match=r"`a`: there is no rule for `fft_fft`") as error:
+        l0.attach(net(forward, a=nn.Linear(4, 6), o=nn.Linear(6, 3)), torch.ones(2, 4))
+    assert "wrap_with" not in str(error.value)

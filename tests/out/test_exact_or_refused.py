@@ -186,6 +186,7 @@ CASTING = {
     "a cast of the output": lambda m, x: m.b(F.relu(m.a(x))).float(),
     "a cast inside": lambda m, x: m.b(F.relu(m.a(x)).to(torch.bfloat16).to(x.dtype)),
     "one hot": lambda m, x: m.b(F.relu(m.a(F.one_hot(x.argmax(1), 4).float() + 0 * x.float()))),
+    "a timestep": lambda m, x: m.b(F.relu(m.a(x + torch.arange(4, dtype=torch.float32).mul(x[:, :1].float()).sin()))),
     "a random number": lambda m, x: m.b(F.relu(m.a(x))) + torch.randn(len(x), 3),
     "a random latent": lambda m, x: m.b(F.relu(m.a(x + torch.rand(x.shape)))),
 }
