@@ -38,7 +38,7 @@ from support.pages import embedded, lines, text_of
 
 pytestmark = pytest.mark.slow
 NAME = module("wrn_cifar10").CONSTRAINED.format(20)
-IMAGES, BATCH = 64, 16
+IMAGES, BATCH = 32, 8
 STEPS = IMAGES // BATCH
 SIZES = {"blocks.0.conv1": 16, "blocks.1.conv1": 32, "blocks.2.conv1": 64}
 # About half of the gates are closed from the beginning, and stay so.
