@@ -361,7 +361,7 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
     others |= {"drop_rates": {"*": 0.4}, "rule": "median", "cost": "macs", "at_most": 0.4, "on": "kept"}
     others |= {"dual": "ascent", "restarts": False, "optimizer": "adam", "ema": 0.9, "scaling": "unit"}
     others |= {"milestones": (1,), "decay": 0.5, "precision": "bfloat16", "compile": False, "nesterov": True}
-    others |= {"shrink_at": (3,), "shrink_multiple": 4, "settle_at": 7, "loss": "a:b", "metric": "a:c"}
+    others |= {"shrink_at": (3,), "shrink_multiple": 4, "settle_at": 7, "loss": "a:b", "metric": "a:c", "gate": "stg"}
     alone = {"penalty", "dropout", "name"}  # the first two need another network or another objective beside them
     for name in sorted({f.name for f in fields(Recipe)} - alone - others.keys()):
         value = getattr(base, name)

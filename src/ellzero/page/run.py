@@ -60,7 +60,8 @@ def _objective(run: Run) -> str:
         return "The dense network, without gates."
     if r.penalty is not None:
         by = ", ".join(f"{k}: {v:g}" for k, v in r.penalty.items()) if isinstance(r.penalty, dict) else f"{r.penalty:g}"
-        return f"A penalty λ·l0_norm with λ = c/N, c = {by} (N training images)."
+        what = f"λ times what {r.gate} gates charge," if r.charges else "λ·l0_norm"
+        return f"A penalty {what} with λ = c/N, c = {by} (N training images)."
     by = ", ".join(
         percent(v, 4).replace(".0000", "") if k == "*" else f"{k} {100 * v:g} %" for k, v in targets(r).items()
     )

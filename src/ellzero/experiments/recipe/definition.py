@@ -16,7 +16,7 @@ from ellzero.experiments.data.importing import is_code
 from ellzero.experiments.recipe.fields import Described, Fields, checked
 
 FIELDS = {f.name: Described(f) for f in fields(Fields)}
-_LATER = ("loss", "metric", "cosine")  # no part of a digest where they have their default: runs of before go on
+_LATER = ("loss", "metric", "cosine", "gate")  # no part of a digest where they have their default: runs of before go on
 
 
 @final
@@ -85,6 +85,16 @@ class Recipe(Fields):
             if fnmatchcase(gate, pattern):
                 return p
         raise ValueError(f"`drop_rates` must have a pattern for `{gate}`, got {', '.join(map(repr, self.drop_rates))}")
+
+    @property
+    def expects(self) -> bool:
+        """Whether its gates have P(z ≠ 0), and so an expected cost."""
+        return self.gate not in ("sbp", "vib", "gnj")
+
+    @property
+    def charges(self) -> bool:
+        """Whether `penalty` weighs what the family of the gates charges itself, and not `l0_norm`."""
+        return not self.expects or self.gate == "generalized_dropout"
 
     @property
     def projects(self) -> bool:

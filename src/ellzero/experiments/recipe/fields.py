@@ -144,6 +144,7 @@ _NUPI = Needs(lambda r: r.dual == "nupi", "with `dual` {dual!r}: it belongs to '
 _ON_GATES = Needs(_GATES.acts, _GATES.words)
 _ON_TARGET = Needs(_TARGET.acts, "without `at_most`")
 _ON_GATED_L2 = Needs(lambda r: r.placement is not None and r.l2 > 0, "without gates and `l2`")
+_BY_EQ_17 = Needs(lambda r: r.expects, "with `gate` {gate!r}: its weights have plain decay")
 _AT_EVENTS = Needs(lambda r: bool(r.shrink_at), "without `shrink_at`")
 _TOO_LATE = "after the last of {epochs} epochs"
 
@@ -196,6 +197,12 @@ class Fields:
             'must be "shrinkable" or "per_layer" for {network!r}, which has no blocks, got "blocks"',
         ),
     ] = "shrinkable"
+    gate: Annotated[
+        Literal["hard_concrete", "stg", "bernoulli", "generalized_dropout", "sbp", "vib", "gnj"],
+        'the family of the gates: "hard_concrete", "stg", "bernoulli" (straight-through), "generalized_dropout", '
+        '"sbp", "vib" or "gnj"; `penalty` weighs what the last four charge; the last three take no `at_most`.',
+        _ON_GATES,
+    ] = "hard_concrete"
     drop_rates: Annotated[
         dict[str, Inside],
         "p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).",
@@ -205,11 +212,13 @@ class Fields:
         Literal["noiseless", "median"],
         'the gate at test time: "noiseless" (Louizos et al., eq. 13) or "median".',
         _ON_GATES,
+        Needs(lambda r: r.gate == "hard_concrete", "with `gate` {gate!r}, which has a rule of its own", strict=True),
     ] = "noiseless"
     # objective
     penalty: Annotated[
         NotNegative | dict[str, NotNegative] | None,
-        'c of λ = c/N on "l0_norm", where N is the number of training images; or {pattern = c}. None without one.',
+        'c of λ = c/N on "l0_norm", or on the KL of families that have one, where N is the number of training images; '
+        "or {pattern = c}. None without one.",
         _GATES,
     ] = None
     cost: Annotated[
@@ -222,6 +231,10 @@ class Fields:
         Share | dict[str, Share] | None,
         "ε, a fraction of the dense cost; or {pattern = ε}, a constraint each. None without one.",
         _GATES,
+        Rule(
+            lambda r: r.at_most is None or r.expects,
+            "must be absent with `gate` {gate!r}, which has no expected cost to press on: give it a `penalty`",
+        ),
         Rule(
             lambda r: r.at_most is None or r.penalty is None,
             'and `penalty` exclude each other, got {at_most} and {penalty}; set one to "none"',
@@ -301,8 +314,10 @@ class Fields:
     l2: Annotated[
         NotNegative, 'of ½·l2·‖w‖², which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.'
     ] = 0.0
-    l2_gated_factor: Annotated[NotNegative, "`l2` is multiplied by it for gated weights.", _ON_GATED_L2] = 1.0
-    detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _ON_GATED_L2] = False
+    l2_gated_factor: Annotated[NotNegative, "`l2` is multiplied by it for gated weights.", _ON_GATED_L2, _BY_EQ_17] = (
+        1.0
+    )
+    detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _ON_GATED_L2, _BY_EQ_17] = False
     batch: Annotated[Count, "images in a batch."] = 100
     epochs: Annotated[Count, "with gates that learn."] = 200
     ema: Annotated[

@@ -24,7 +24,7 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import fitting
 from ellzero.experiments.train.stepping.stack import NORMS, Part, l2_of_weights
 from ellzero.gated import placements
-from ellzero.gated.attaching import attach
+from ellzero.gated.attaching import GateMaker, attach
 from ellzero.gated.module import Gated
 from ellzero.graph.axes import Graph
 from ellzero.objectives import costs, duals
@@ -58,8 +58,7 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
     fitting.refuse_unfit(recipe, model, dataset)
     gated = None
     if recipe.placement is not None:
-        rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
-        makers = {p: partial(gates.HardConcreteGate, drop_rate=r, rule=rule) for p, r in recipe.drop_rates.items()}
+        makers = {pattern: _maker(recipe, rate) for pattern, rate in recipe.drop_rates.items()}
         x = dataset.example(2)
         alike = type(model), str(model), x.shape
         known = None if recipe.facts.own else _TRACED.get(alike)  # code of the user's need not show what differs
@@ -73,6 +72,21 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
         names = [name for name, _ in gated.named_gates()] if gated and recipe.placement != "shrinkable" else []
         networks.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
     return (gated or model).to(device)
+
+
+def _maker(recipe: Recipe, drop_rate: float) -> GateMaker:
+    """What makes the gates of a recipe that start from this rate, where their family has one."""
+    rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
+    families: dict[str, GateMaker] = {
+        "hard_concrete": partial(gates.HardConcreteGate, drop_rate=drop_rate, rule=rule),
+        "bernoulli": partial(gates.BernoulliGate, drop_rate=drop_rate),
+        "generalized_dropout": partial(gates.GeneralizedDropoutGate, drop_rate=drop_rate),
+        "stg": gates.STGGate,
+        "sbp": gates.SBPGate,
+        "vib": gates.VIBGate,
+        "gnj": gates.GNJGate,
+    }
+    return families[recipe.gate]
 
 
 @contextmanager
@@ -108,12 +122,14 @@ def architecture(gated: Gated) -> dict[str, int]:
 
 
 def parts(recipes: Sequence[Recipe], names: Iterable[str]) -> list[Part]:
-    """The entries of the cost vector: `l0_norm` of each placement, costs that targets name, `l2_norm` if it acts."""
-    by_gates: list[Part] = [(costs.l0_norm, name) for name in names]
+    """The entries of the cost vector: what a penalty weighs of each placement, costs that targets name, `l2_norm` if it
+    acts. Runs of a stack agree in their gates.
+    """
+    by_gates: list[Part] = [(costs.complexity if recipes[0].charges else costs.l0_norm, name) for name in names]
     others = {(r.cost, pattern): None for r in recipes if r.cost != "l0_norm" for pattern in targets(r)}
     by_module: list[Part] = [(COSTS[name], None if pattern == "*" else pattern) for name, pattern in others]
     norms: list[Part] = []
-    if by_gates and recipes[0].l2 > 0:  # runs of a stack agree in it
+    if by_gates and recipes[0].l2 > 0 and recipes[0].expects:  # runs of a stack agree in it
         norms.append((l2_of_weights if recipes[0].detach_l2 else costs.l2_norm, None))
     return by_gates + by_module + norms
 
@@ -163,7 +179,7 @@ def lagrangian(
     device: torch.device,
 ) -> Lagrangian:
     """Penalties, constraints and multipliers of a stack. Refuses patterns that match no gates."""
-    names = [str(only) for cost, only in parts if cost is costs.l0_norm]
+    names = [str(only) for cost, only in parts if cost in (costs.l0_norm, costs.complexity)]
     whole = torch.tensor(dense, dtype=torch.float64)
     groups = [targets(r) for r in recipes]
     count = max([len(g) for g in groups] + [1])

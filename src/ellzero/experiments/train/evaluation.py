@@ -21,6 +21,7 @@ from ellzero.experiments.train.fitting import measured
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.gated.module import Gated
+from ellzero.gates.abstract import NoExpectation
 from ellzero.objectives import costs
 
 
@@ -123,7 +124,7 @@ def _record(trainer: Trainer, run: int, seen: dict[str, Any]) -> dict[str, Any]:
         record |= {kind: dict(zip(COSTS, seen[kind], strict=True)) for kind in ("expected", "kept")}
         record["multiplier"] = trainer.lagrangian.multiplier[run].tolist()
         record["open"] = dict(zip(trainer.gates, seen["open"], strict=True))
-        if trainer.runs.size == 1:  # to draw it; of a stack it would be long
+        if trainer.runs.size == 1 and recipe.expects:  # to draw it; of a stack it would be long
             record["prob_open"] = _packed_probabilities(trainer)
     if trainer.event is not None:
         record["shrunk"] = trainer.event
@@ -173,4 +174,8 @@ def results(trainer: Trainer) -> list[dict[str, Any]]:
 @torch.no_grad()
 def _fractions(cost: costs.Cost, gated: Gated) -> dict[str, float]:
     dense = costs.dense(cost, gated)
-    return {"dense": dense, "expected": cost(gated).item() / dense, "kept": cost(gated, kept=True).item() / dense}
+    try:
+        expected = cost(gated).item() / dense
+    except NoExpectation:  # see `Objective.watched`
+        expected = 1.0
+    return {"dense": dense, "expected": expected, "kept": cost(gated, kept=True).item() / dense}

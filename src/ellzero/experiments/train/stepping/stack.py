@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from ellzero.gated.module import Gated
+from ellzero.gates.abstract import NoExpectation
 from ellzero.objectives import costs
 
 Part = tuple[costs.Cost, str | None]  # a cost, and the pattern of what it is asked of
@@ -91,9 +92,15 @@ class Objective(nn.Module):
         return torch.stack([part.sum() for part in self.gated.by_placement(self.gated.opens()).values()])
 
     def watched(self) -> Tensor:
-        """`l0_norm`, `params` and `macs` as fractions of dense: expected, then as kept now."""
-        with torch.no_grad():
-            expected = self._fractions()
+        """`l0_norm`, `params` and `macs` as fractions of dense: expected, then as kept now.
+
+        Gates without an atom at zero are never closed while they are drawn: what is expected is the dense network.
+        """
+        try:
+            with torch.no_grad():
+                expected = self._fractions()
+        except NoExpectation:
+            expected = torch.ones(len(WATCHED), device=self.gated.tables["ends"].device)
         with self._as_kept():
             return torch.stack([expected, self._fractions()])
 

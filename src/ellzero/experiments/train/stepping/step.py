@@ -56,7 +56,7 @@ class Average:
 def make_optimizer(recipe: Recipe, runs: Runs, device: torch.device, gate_lr: float | None) -> torch.optim.Optimizer:
     """Weights, and gates with a learning rate of their own. Where eq. 17 acts on weights, no other decay does."""
     r, on_gpu, template = recipe, device.type == "cuda", runs.template
-    acts = r.l2 > 0  # eq. 17, on gates and on the weights that they count
+    acts = r.l2 > 0 and r.expects  # eq. 17, on gates and on the weights that they count
     rules: list[dict[str, Any]] = [
         {"name": "weights", "params": list(template.parameters()), "lr": r.lr, "weight_decay": r.l2}
     ]
