@@ -314,9 +314,7 @@ class Fields:
     l2: Annotated[
         NotNegative, 'of ½·l2·‖w‖², which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.'
     ] = 0.0
-    l2_gated_factor: Annotated[NotNegative, "`l2` is multiplied by it for gated weights.", _ON_GATED_L2, _BY_EQ_17] = (
-        1.0
-    )
+    l2_gated_factor: Annotated[NotNegative, "`l2` times it is for gated weights.", _ON_GATED_L2, _BY_EQ_17] = 1.0
     detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _ON_GATED_L2, _BY_EQ_17] = False
     batch: Annotated[Count, "images in a batch."] = 100
     epochs: Annotated[Count, "with gates that learn."] = 200
