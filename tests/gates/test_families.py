@@ -36,9 +36,10 @@ FAMILIES: dict[str, Maker] = {
     "sbp": g.SBPGate,
     "vib": g.VIBGate,
     "gnj": g.GNJGate,
+    "half-Cauchy": g.HalfCauchyGate,
     "group lasso": g.GroupLassoGate,
 }
-KEPT_ONLY = {"sbp", "vib", "gnj", "group lasso"}  # without an expected cost
+KEPT_ONLY = {"sbp", "vib", "gnj", "half-Cauchy", "group lasso"}  # without an expected cost
 LEARNS = FAMILIES.keys() - {"dropout"}
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
     "mlp": (lambda: MLP(5, 8, 7, 3), (4, 5), {"layers.0": {"layers.1": same}, "layers.1": {"layers.2": same}}),

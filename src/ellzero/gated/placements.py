@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -109,6 +109,24 @@ def _refuse_shared(axis: Axis, graph: Graph) -> None:
             f"{', '.join(f'`{w}`' for w in writers)} write the shared axis `{axis.name}`, "
             "where gating readers cannot tell them apart; use `where=l0.shrinkable()`"
         )
+
+
+def shared(where: Where) -> Where:
+    """One gate for all units of each placement that `where` makes, under its name and ".shared": a scale of a layer.
+
+    It counts no weights: those are counted by gates of their own.
+
+    Example:
+        >>> where = shared(shrinkable())
+    """
+
+    def all_in_one(site: Site) -> Site:
+        return replace(site, units=np.where(site.units < 0, -1, 0))
+
+    def made(graph: Graph) -> list[Placement]:
+        return [Placement(f"{p.name}.shared", (1,), tuple(map(all_in_one, p.multiplies)), ()) for p in where(graph)]
+
+    return made
 
 
 def weights(pattern: str) -> Where:

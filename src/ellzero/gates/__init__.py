@@ -9,6 +9,7 @@ from ellzero.gates.families.gaussian_weights import GaussianWeightGate
 from ellzero.gates.families.generalized_dropout import GeneralizedDropoutGate
 from ellzero.gates.families.gnj import GNJGate
 from ellzero.gates.families.group_lasso import GroupLassoGate
+from ellzero.gates.families.half_cauchy import HalfCauchyGate
 from ellzero.gates.families.sbp import SBPGate
 from ellzero.gates.families.sparse_vd import SparseVDGate
 from ellzero.gates.families.stg import STGGate
@@ -31,6 +32,7 @@ __all__ = [
     "GaussianWeightGate",
     "GeneralizedDropoutGate",
     "GroupLassoGate",
+    "HalfCauchyGate",
     "HardConcreteGate",
     "Median",
     "Members",
