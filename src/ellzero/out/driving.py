@@ -43,7 +43,8 @@ class Driver:
         inside = refuse_without(gated, optimizer)
         refuse_overlap(gated)
         self.optimizer, self._term, self._then, self._gated = optimizer, term, then, gated
-        self._phi: Sequence[nn.Parameter] = [p for p in gated.gates.parameters() if p.requires_grad]
+        phi = list(gated.gates.parameters())  # none of them learns where gates have settled
+        self._phi: Sequence[nn.Parameter] = [p for p in phi if p.requires_grad] or phi
         own = inside[id(self._phi[0])]
         alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
         self.adam = torch.optim.Adam(self._phi, lr=own.get("gate_lr", gate_lr), **alike)
