@@ -111,7 +111,7 @@ def test_what_has_left_does_not_come_back() -> None:
     young, _young = carried(5)
     early = young.state_dict()
     gated, _ = carried(15)
-    with pytest.raises(ValueError, match="is of step 5, when the network was whole: units have left it since"):
+    with pytest.raises(ValueError, match="is of step 5, before the gates settled: it fits a fresh network"):
         gated.load_state_dict(early, strict=False)
 
 

@@ -56,6 +56,30 @@ def test_a_loop_that_forgets_its_gates_hears_of_it_once(term: str, forget: str, 
     assert said in messages[0]
 
 
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize(
+    ("groups", "heard"),
+    [
+        (lambda gated: gated.parameters(), 1),
+        (lambda gated: gated.param_groups(weight_decay=1e-2), 0),
+        (lambda gated: gated.param_groups(gate_weight_decay=1e-2), 0),  # asked for
+    ],
+    ids=["one group", "groups", "asked"],
+)
+def test_weight_decay_on_gates_is_noticed_in_the_first_step(term: str, groups: Any, heard: int) -> None:
+    gated, objective = attached(), TERMS[term]()
+    adamw = torch.optim.AdamW(groups(gated))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            (gated(X).square().mean() + objective(gated)).backward()
+            adamw.step()
+    assert [w.filename for w in said] == [__file__] * heard
+    assert all(
+        "weight decay pulls on the gates: give the optimizer `gated.param_groups" in str(w.message) for w in said
+    )
+
+
 def test_multipliers_that_nobody_moves_are_noticed() -> None:
     messages = loop(attached(), l0.Constraint(l0.params, 0.6), 110, forget="ascend")
     assert len(messages) == 1

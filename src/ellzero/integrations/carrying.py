@@ -101,10 +101,8 @@ def _read(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
 def _fit(gated: Gated, found: dict[str, Any], given: dict[str, Tensor]) -> None:
     """Makes a network as small as the one whose state is given."""
     units = found["units"]
-    if units is None and gated.taken is not None:
-        raise ValueError(
-            f"`state_dict` is of step {found['done']}, when the network was whole: units have left it since"
-        )
+    if gated.fixed and not found["fixed"]:
+        raise ValueError(f"`state_dict` is of step {found['done']}, before the gates settled: it fits a fresh network")
     if units is None or (gated.taken is not None and bool((torch.as_tensor(gated.taken.units) == units).all())):
         return
     if len(units) != gated.graph.offsets[-1]:

@@ -1,21 +1,24 @@
 """What a training loop forgets, seen from a term of its loss.
 
-A term sees its network in every step. So it can tell that the network never ran with its gates, or that nothing moves
-them: mistakes that no error shows, only a network that is useless or not smaller. This file knows no costs.
+A term sees its network in every step. So it can tell that the network never ran with its gates, that nothing moves
+them, or that weight decay does: mistakes that no error shows, only a network that is useless or not smaller. This file
+knows no costs.
 """
 
 from __future__ import annotations
 
-import warnings
-from functools import partial
-from typing import final
+import weakref
+from functools import cache
+from typing import Any, final
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ellzero.gated.module import Gated
+from ellzero.gates.warning import warn
 
-_WARN = partial(warnings.warn, stacklevel=3)
 PATIENCE = 100  # calls: more than anyone accumulates gradients over
+_NEW: weakref.WeakSet[Gated] = weakref.WeakSet()  # in a loss, and no optimizer has moved their gates yet
 
 
 @final
@@ -33,19 +36,38 @@ class Watch:
         self._calls += 1
         if self._calls == 1:
             self._moves = _moves(gated)
+            _NEW.add(gated)
+            _listen()
         elif self._calls == 2:
             if not gated.drawn:
-                _WARN("the network has not run with its gates: call `gated(x)` in the loop, not the model itself")
+                warn("the network has not run with its gates: call `gated(x)` in the loop, not the model itself")
             if not gated.followed and any(gate.acts_after_steps for _, gate in gated.named_gates()):
-                _WARN("gates act after each step, and nobody calls them: `l0.objectives.follow(gated, optimizer)` does")
+                warn("gates act after each step, and nobody calls them: `l0.objectives.follow(gated, optimizer)` does")
             if not gated.estimated and any(gate.needs_loss for _, gate in gated.named_gates()):
-                _WARN("gates learn from the loss, and nobody tells it: call `l0.objectives.estimated_backward`")
+                warn("gates learn from the loss, and nobody tells it: call `l0.objectives.estimated_backward`")
         elif self._calls == PATIENCE:
             if _moves(gated) == self._moves:
-                _WARN("nothing has moved the gates: give the optimizer `gated.param_groups(…)`, not the model's own")
+                warn("nothing has moved the gates: give the optimizer `gated.param_groups(…)`, not the model's own")
             if ascends == 0:
-                _WARN("nothing has moved the multipliers: call `ascend()` after each `optimizer.step()`")
+                warn("nothing has moved the multipliers: call `ascend()`, or a budget's `step()`, after each step")
 
 
 def _moves(gated: Gated) -> int:
     return sum(p._version for p in gated.gates.parameters())
+
+
+@cache
+def _listen() -> None:
+    """Once: a term does not know the optimizer, so every optimizer's steps are heard."""
+    register_optimizer_step_post_hook(_hear)
+
+
+def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warns of weight decay on gates, in the first step that moves them, where nobody asked for it."""
+    for gated in () if torch.compiler.is_compiling() else list(_NEW):
+        moved = {id(p) for p in gated.gates.parameters() if p.grad is not None}
+        groups = [group for group in optimizer.param_groups if any(id(p) in moved for p in group["params"])]
+        if groups:
+            _NEW.discard(gated)
+        if any(group.get("weight_decay") and group.get("name") != "gates" for group in groups):
+            warn("weight decay pulls on the gates: give the optimizer `gated.param_groups(…)`, which keeps it off them")

@@ -7,7 +7,6 @@ loss, its optimizer and its schedule are the user's.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ellzero.gated.module import Gated
+from ellzero.gates.warning import warn
 from ellzero.objectives import costs
 from ellzero.objectives.checking import check_count, check_number
 from ellzero.objectives.constraint import Constraint
@@ -135,6 +135,7 @@ class Budget:
         self._resumed = False  # as a smaller network, with an optimizer that nobody has looked at yet
         self._average: AveragedModel | None = None
         self._finished = False
+        self._termed = False  # whether the term has been asked for since the last step
 
     # ---- in the loop -----------------------------------------------------------------------------------------------
 
@@ -159,19 +160,25 @@ class Budget:
         """
         if self._driver is not None:
             raise ValueError("`optimizer` must be driven once, got another call of `drive`")
-        self._driver = Driver(self.gated, optimizer, self._driven_term, self.step, self.gate_lr)
+        self._driver = Driver(self.gated, optimizer, self._term, self._move, self.gate_lr)
         if self._adam is not None:
             self._driver.adam.load_state_dict(self._adam)
         self._resumed = False  # the driver has looked
         return self
 
-    def _driven_term(self) -> Tensor | None:
-        return self.term() if self.phase == "learning" else None
-
     def term(self) -> Tensor:
         """The Lagrangian's term, to add to the loss where no optimizer is driven; 0 when the gates have settled."""
+        if self._driver is not None:
+            raise RuntimeError("`term()` must not be added where `drive` does it already: it would count twice")
+        term = self._term()
+        return next(self.gated.gates.parameters()).new_zeros(()) if term is None else term
+
+    def _term(self) -> Tensor | None:
         if self.phase != "learning":
-            return next(self.gated.gates.parameters()).new_zeros(())
+            return None
+        if not self.gated.training:
+            raise RuntimeError("gates learn in training mode alone: call `gated.train()` after each evaluation")
+        self._termed = True
         terms = [constraint(self.gated) for constraint in self.constraints]
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
 
@@ -181,15 +188,22 @@ class Budget:
         Args:
             optimizer: what is to forget the closed units when the gates settle; without one they stay as masks.
         """
+        if self._driver is not None:
+            raise RuntimeError("`step()` must not be called where an optimizer is driven: its own steps do it")
+        if self.phase == "learning" and not self._termed:
+            raise RuntimeError("`step()` must follow a loss with `+ budget.term()`, got none since the last step")
         if self._resumed:
             if optimizer is None:
                 raise RuntimeError("`step()` must get the optimizer, as before the run was stopped: the network shrank")
             refuse_without(self.gated, optimizer)
             self._resumed = False
+        self._move(optimizer)
+
+    def _move(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         if self.phase == "learning":
             for constraint in self.constraints:
                 constraint.ascend()
-        self.done += 1
+        self.done, self._termed = self.done + 1, False
         if self.done == self.settles and self.phase == "learning":
             self.settle(optimizer)
         elif self._average is not None:
@@ -215,18 +229,21 @@ class Budget:
                 steps were few.
 
         Raises:
-            RuntimeError: the gates have not settled yet. Nothing is lost: go on, or call `settle()` first.
+            RuntimeError: the gates have not settled yet. Nothing is lost: go on, or call `settle()` first. Or the
+                network costs more than when they did: a state from before was loaded into it.
         """
         if self.phase == "learning":
             raise RuntimeError(
                 f"`finish()` must come after the gates settled, in step {self.settles}, got {self.done} steps; "
                 "train on, or call `settle()` first"
             )
+        _refuse_more(self)
         if self._average is not None:
             self.gated.model.load_state_dict(self._average.module.state_dict())
         if batches is not None:
             recalibrate(self.gated, batches)  # with its gates: they are masks where no unit has left
-        small = compact(self.gated.eval())
+        nn.Module.train(self.gated, False)  # `compact` warns of noise in the statistics, once
+        small = compact(self.gated)
         if self._driver is not None:
             self._driver.stop()
         _DRIVEN.pop(self.gated, None)
@@ -271,11 +288,16 @@ class Budget:
             optimizer: one that is not driven and is there already; one that is made afterwards needs no mention.
 
         Raises:
-            ValueError: the state is of another budget; nothing is changed.
+            ValueError: the state is of another budget or version, or from before these gates settled; nothing is
+                changed.
         """
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            raise ValueError(f"`state` must be of a `Budget` of this version, got one without `{'`, `'.join(missing)}`")
         for key, mine in self._identity().items():
             if (other := state[key]) != mine:
                 raise ValueError(f"`state` must be of an equal budget, got one whose `{key}` is {other}, not {mine}")
+        if self.gated.fixed and not state["fixed"]:
+            raise ValueError(f"`state` is of step {state['done']}, before the gates settled: it fits a fresh network")
         for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
             constraint.load_state_dict(saved)
         self.done, self.masked, self._adam = state["done"], state["masked"], state["adam"]
@@ -292,17 +314,35 @@ class Budget:
             self._driver.adam.load_state_dict(self._adam)
 
 
+def _parts(cost: Cost, bound: float | Mapping[str, float], gated: Gated) -> Iterator[tuple[str, float, float]]:
+    """The name of each bound of a cost, what is kept of it now, and what may be, as fractions of the dense cost."""
+    for group, most in (bound if isinstance(bound, Mapping) else {None: bound}).items():
+        part = costs.only(cost, group)
+        with torch.no_grad():
+            share = float(costs.kept(part)(gated)) / costs.dense(part, gated)
+        yield name_of(cost) + ("" if group is None else f" of {group}"), share, most
+
+
 def _warn_of_haste(budget: Budget) -> None:
     """Warns where gates had no time to choose, so that what stays is nearly left to chance."""
     for cost, bound in budget.bounds.items():
-        most = max(bound.values()) if isinstance(bound, Mapping) else bound
-        share = float(costs.kept(cost)(budget.gated)) / costs.dense(cost, budget.gated)
-        if share > most + MUCH:
-            warnings.warn(
-                f"gates settle after {budget.done} steps with {100 * share:.0f} % of `{name_of(cost)}` kept, of "
-                f"{100 * most:.4g} % that may be: too few steps to choose by; train longer or with a larger `gate_lr`",
-                stacklevel=4,
-            )
+        for name, share, most in _parts(cost, bound, budget.gated):
+            if share > most + MUCH:
+                warn(
+                    f"gates settle after {budget.done} steps with {100 * share:.0f} % of `{name}` kept, of "
+                    f"{100 * most:.4g} % that may be: too few steps to choose by; train longer or with a larger "
+                    "`gate_lr`"
+                )
+
+
+def _refuse_more(budget: Budget) -> None:
+    for cost, bound in budget.bounds.items():
+        for name, share, most in _parts(cost, bound, budget.gated):
+            if share > most * (1 + 1e-6):  # room for rounding
+                raise RuntimeError(
+                    f"the network keeps {100 * share:.4g} % of `{name}`, more than {100 * most:.4g} %: "
+                    "a state from before the gates settled was loaded into it; load one from after"
+                )
 
 
 def _claim(gated: Gated, budget: Budget) -> None:
@@ -357,11 +397,8 @@ def _several_processes() -> bool:
 
 
 def _metrics(constraint: Constraint, bound: float | Mapping[str, float], gated: Gated) -> Iterator[tuple[str, float]]:
-    for k, group in enumerate(bound if isinstance(bound, Mapping) else [None]):
-        name = name_of(constraint.cost) + ("" if group is None else f" of {group}")
-        part = costs.only(constraint.cost, group)
-        with torch.no_grad():
-            yield f"{name}/kept", float(costs.kept(part)(gated)) / costs.dense(part, gated)
+    for k, (name, share, _) in enumerate(_parts(constraint.cost, bound, gated)):
+        yield f"{name}/kept", share
         yield f"{name}/target", float(constraint.target[k])
         yield f"{name}/multiplier", float(constraint.multiplier[k])
 

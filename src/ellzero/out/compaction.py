@@ -8,7 +8,6 @@ in `graph.plan`; which are closed is the gates' business.
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero import gates as gt
 from ellzero.gated.module import Gated
+from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan
 from ellzero.graph.tracing import Inputs, first_line, progress, telling
 from ellzero.graph.trials.running import agree, enough, first_examples, outputs, stirred, watched
@@ -83,10 +83,7 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
     refuse_unfit(gated)
     gated.warn_of_noise()
     if gated.drawn and bool(gated.opens().all()):
-        warnings.warn(
-            "every gate is open, so that nothing gets smaller: train longer, with a larger penalty, or under a budget",
-            stacklevel=2,
-        )
+        warn("every gate is open, so that nothing gets smaller: train longer, with a larger penalty, or under a budget")
     plan = gated.plan().beyond(gated.taken)
     if verify:
         with telling():

@@ -6,7 +6,6 @@ training ends.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import final
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ellzero.gated.module import Gated
+from ellzero.gates.warning import warn
 from ellzero.graph.plan import even_out
 from ellzero.objectives.costs import Cost, dense, floor, kept, l0_norm, name_of, only, params, savings, unwrapped
 from ellzero.out.compaction import refuse_unfit
@@ -49,10 +49,9 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
     bring_within(gated, {cost: at_most}, fill=fill)
     closed = (before - float(kept(cost)(gated))) / dense(cost, gated)
     if closed > MUCH and gated.drawn and not gated.fixed:  # in a loop, and not by hand
-        warnings.warn(
+        warn(
             f"`finalize` closed {100 * closed:.0f} % of the dense `{name_of(cost)}` at once, which training had kept: "
-            "train longer or under a `Budget`, or tune the network from here on",
-            stacklevel=2,
+            "train longer or under a `Budget`, or tune the network from here on"
         )
 
 

@@ -104,6 +104,11 @@ def carry_out(
         for key, parameter in gate.named_parameters():
             if parameter.shape != gate.shape:
                 raise ValueError(f"gates `{name}` share `{key}`, so that none of them can be closed alone")
+    for name, p in old.items():
+        for key, value in optimizer.state[p].items() if p in optimizer.state else ():
+            if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:  # of Adafactor or L-BFGS, say
+                kind = type(optimizer).__name__
+                raise ValueError(f"{kind} remembers `{key}` of `{name}` in a shape of its own, which cannot be cut")
     step = gated.shrink(plan)
     gone = _gone(gated)
     new: Mapping[str, Any] = dict(network.named_parameters())

@@ -6,12 +6,12 @@ Statistics gathered under noise are not those of the network in evaluation. How 
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Self
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ellzero.gated.base.showing import Showing
+from ellzero.gates.warning import warn
 
 FORGOTTEN = 0.05  # the share of noisy batches in running statistics at which they count as those of the fixed network
 
@@ -40,20 +40,19 @@ class Fixing(Showing):
     def train(self, mode: bool = True) -> Self:
         """As of any module; warns where evaluation would use statistics that were gathered under noise."""
         if self.training and not mode:
-            self.warn_of_noise(stacklevel=4)
+            self.warn_of_noise()
         return super().train(mode)
 
-    def warn_of_noise(self, stacklevel: int = 3) -> None:
+    def warn_of_noise(self) -> None:
         """Warns if batch-norm statistics are those of the noisy network."""
         if not self.noisy or not (norms := self._norms()):
             return
         before = self._batches if len(self._batches) == len(norms) else (0,) * len(norms)
         if self.fixed and all(_share(n, _seen(n) - b) <= FORGOTTEN for n, b in zip(norms, before, strict=True)):
             return
-        warnings.warn(
+        warn(
             "batch-norm statistics were gathered while gates were noisy, so that the error in evaluation is too high: "
-            "call `l0.recalibrate(gated, batches)` first, or train on with fixed gates, as a `Budget` does",
-            stacklevel=stacklevel,
+            "call `l0.recalibrate(gated, batches)` first (`budget.finish(batches)` does), or train on with fixed gates"
         )
 
     def _norms(self) -> list[_BatchNorm]:
