@@ -50,8 +50,8 @@ format: $(VENV)/.installed-test  ## format the code and fix what the linter can 
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html
-	$(BIN)/python -m sphinx -q -b html docs docs/_build/html
+docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; a warning fails
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 bench: $(VENV)/.installed-examples  ## print the README's numbers: a training step, inference, attach and compact

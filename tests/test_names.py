@@ -8,7 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 import ellzero as l0
 from support import ROOT
@@ -66,13 +65,6 @@ def test_an_old_name_says_the_new_one(old: str, new: str) -> None:
         with pytest.raises(ImportError) as refused_import:
             exec(line)
         assert str(refused_import.value) == told
-
-
-@pytest.mark.parametrize("name", ["streams", "gates"])
-def test_an_argument_that_is_gone_says_the_new_spelling(name: str) -> None:
-    told = rf"`attach` has no argument `{name}`; .* `where=l0.shrinkable\(streams=True\)` now"
-    with pytest.raises(TypeError, match=told):
-        l0.attach(torch.nn.Linear(2, 2), torch.zeros(1, 2), **{name: True})
 
 
 def test_a_name_that_never_was_fails_as_it_does_everywhere() -> None:

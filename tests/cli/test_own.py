@@ -1,6 +1,7 @@
 """A network and data of one's own on the command line: each command, a killed run, a sweep, and mistakes on purpose."""
 
 import json
+import multiprocessing
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ from torch import nn
 import ellzero as l0
 from ellzero.cli import main
 from ellzero.experiments import networks
-from ellzero.experiments.data import OwnError, Samples, load
+from ellzero.experiments.data import OwnError, Samples, datasets, load
 from ellzero.experiments.data.importing import find
 from ellzero.experiments.papers import unnamed
 from ellzero.experiments.store.checkpoint import steps
@@ -111,6 +112,17 @@ def test_workers_make_the_same_samples(own: str) -> None:
         assert torch.equal(a, c)
     assert not torch.equal(ours[0][0], next(alone.batches(order, (3, 2, 0), begin=2))[0])  # another epoch
     assert not torch.equal(ours[0][0], dataset_of(own, order[2]))
+
+
+def test_workers_of_an_epoch_that_is_not_at_its_end_go_with_the_process(own: str) -> None:
+    helped = load(f"{own}:load", workers=1)
+    assert isinstance(helped, Samples)
+    before = set(multiprocessing.active_children())
+    stream = helped.batches(torch.arange(120).view(6, 20), (3, 1, 0))
+    next(stream)
+    assert set(multiprocessing.active_children()) > before
+    datasets._RUNNING.clear()  # as at the exit
+    assert set(multiprocessing.active_children()) == before
 
 
 def dataset_of(own: str, index: torch.Tensor) -> torch.Tensor:

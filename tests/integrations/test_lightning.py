@@ -90,6 +90,25 @@ def test_a_stopped_fit_goes_on_bit_for_bit(fits: Any, tmp_path: Path) -> None:
         assert told["error"] == (module.net.eval()(fits.X).argmax(1) != fits.Y).float().mean()
 
 
+def test_noise_and_order_of_a_stopped_fit_go_on_too(fits: Any, tmp_path: Path) -> None:
+    """Nobody seeds anything on the way: Lightning does not keep what random numbers are drawn from."""
+
+    class Plain(fits.Classifier):
+        def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    shuffled = fits.DataLoader(fits.TensorDataset(fits.X, fits.Y), batch_size=32, shuffle=True)
+    saving = fits.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    whole, resumed = fits.callback(learning=0.3), fits.callback(learning=0.3)
+    torch.manual_seed(3)
+    fits.trainer(whole, saving, max_epochs=8).fit(Plain(), shuffled)
+    torch.manual_seed(4)
+    fits.trainer(resumed, max_epochs=8).fit(Plain(), shuffled, ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert whole.budget is not None
+    assert resumed.budget is not None
+    assert fits.same(whole.budget.finish(), resumed.budget.finish())
+
+
 def test_a_checkpoint_without_a_budget_is_refused(fits: Any, tmp_path: Path) -> None:
     module = fits.Classifier()
     plain = fits.trainer(max_epochs=1)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +39,6 @@ def attach(
     axes: Sequence[Axis] | None = None,
     graph: Graph | None = None,
     limit: float = 600.0,
-    **_gone: Never,
 ) -> Gated:
     """Finds what can shrink in `model` and puts gates on it.
 
@@ -68,9 +67,6 @@ def attach(
         >>> [(name, tuple(gate.shape)) for name, gate in gated.named_gates()]
         [('0', (3,))]
     """
-    if _gone:
-        told = "its `streams` of version 0.1 is `where=l0.shrinkable(streams=True)` now"
-        raise TypeError(f"`attach` has no argument `{next(iter(_gone))}`; {told}")
     _refuse_unfit(model, where)
     inputs = as_inputs(example_inputs)
     graph = _graph(model, inputs, axes, limit) if graph is None else _fitting(graph, model, axes)

@@ -150,8 +150,8 @@ class Gated(Asking):
             What was done to the model as it was: a plan that also slices moments and averages of its parameters.
 
         Raises:
-            ValueError: the plan brings a unit back, or takes more than units out, or there is a grouped convolution;
-                nothing is changed.
+            ValueError: the plan brings a unit back, or takes more than units out, or those of a grouped convolution
+                that is not depthwise; nothing is changed.
         """
         refuse_taking(self.model, plan, self.taken)
         step = plan.beyond(self.taken)

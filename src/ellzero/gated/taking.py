@@ -21,9 +21,16 @@ from ellzero.graph.plan import Mask, Plan
 
 def refuse_taking(model: nn.Module, plan: Plan, taken: Plan | None) -> None:
     """Refuses a plan that a live model cannot follow, after `taken` was followed before."""
+    named = model.named_parameters(remove_duplicate=False)
+    left = {id(p): plan.rows.get(n, {}).get(0) for n, p in named if n in plan.rows or n in plan.columns}
     for name, module in model.named_modules():
-        if isinstance(module, _ConvNd) and module.groups > 1:  # sizes would not say any more how many groups it had
-            raise ValueError(f"`{name}` is a grouped convolution, and a network with one cannot shrink in steps")
+        if not isinstance(module, _ConvNd) or module.groups == 1:
+            continue
+        rows = [left[id(p)] for p in module.parameters() if id(p) in left]
+        if rows and not module.groups == module.in_channels == module.out_channels:
+            raise ValueError(f"`{name}` is a grouped convolution, which cannot shrink in steps unless it is depthwise")
+        if any(index is None or len(index) < 2 for index in rows):  # sizes would not say any more what it was
+            raise ValueError(f"`{name}` is depthwise, which cannot be seen any more where one channel is left")
     if plan.selects or plan.closed:
         raise ValueError("`plan` must take out units and leave layers and single inputs, got one that does not")
     if taken is not None and (plan.units & ~taken.units).any():

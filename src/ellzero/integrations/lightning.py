@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -49,6 +51,7 @@ class BudgetCallback(Callback):
         self.budget: Budget | None = None
         self._example, self._network, self._steps, self._options = example_inputs, network, steps, budget
         self._logged = 0
+        self._noise: torch.Tensor | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gates the network, and waits for a checkpoint: it is loaded before there are optimizers."""
@@ -82,6 +85,24 @@ class BudgetCallback(Callback):
         self.budget.drive(optimizer)
         Carrier.of(gated).resume(self.budget, trainer.ckpt_path is not None)
         self._logged = self.budget.done
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Lightning itself does not keep: where the numbers are that noise, and shuffling, are drawn from."""
+        return {"noise": torch.get_rng_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the numbers for the moment when the epochs begin."""
+        self._noise = state_dict["noise"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Goes on with the numbers that a checkpoint of the end of an epoch had, as the next epoch would have."""
+        if self._noise is None:
+            return
+        torch.set_rng_state(self._noise.cpu())
+        self._noise = None
+        for loader in tree_leaves(trainer.train_dataloader):
+            if isinstance(loader, DataLoader) and loader.generator is None:
+                torch.empty((), dtype=torch.int64).random_()  # its iterator drew a seed, and is there already
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Logs, where the batch ended with a step."""

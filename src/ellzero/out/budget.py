@@ -59,8 +59,8 @@ class Budget:
         learning: the share of the steps in which gates learn.
         gate_lr: the learning rate of the gates, as for Adam; one that fits the steps if `None`.
         shrink: whether closed units leave the live network when the gates settle. Where something else holds on to the
-            parameters (several processes), or the model cannot be sliced alive (grouped convolutions), they stay as
-            masks until `finish`, with the same result: `print(budget)` says why.
+            parameters (several processes), or cannot be sliced alive (a grouped convolution that is not depthwise, the
+            memory of Adafactor), they stay as masks until `finish`, with the same result: `print(budget)` says why.
         ema: decay of an average of the small network's weights, which `finish` hands over in their place; none if
             `None`.
 

@@ -6,7 +6,8 @@ know when gates settle, nor optimizers and loops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
     Raises:
         ValueError: `batches` is empty, and there are statistics to gather. Nothing is changed.
     """
-    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    norms = norms_of(network)
     if not norms:
         return
     calls = iter(batches)
@@ -68,23 +69,38 @@ def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
     if first is None:
         raise ValueError("`batches` must have a batch at least, got none")
     modes = [(module, module.training) for module in network.modules()]
-    momenta = [norm.momentum for norm in norms]
     for module in network.modules():
         module.training = False
+    try:
+        with gathering(norms):
+            for batch in (first, *calls):
+                _call(network, batch)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+            if isinstance(module, Gated):
+                module.noisy = False
+
+
+def norms_of(network: nn.Module) -> list[_BatchNorm]:
+    """The batch norms that have statistics to gather."""
+    return [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+@contextmanager
+def gathering(norms: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Gathers their statistics anew, as plain means over the batches that run meanwhile; leaves them in evaluation."""
+    momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean over all batches
         norm.train()
     try:
-        for batch in (first, *calls):
-            _call(network, batch)
+        yield
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        for module, mode in modes:
-            module.training = mode
-            if isinstance(module, Gated):
-                module.noisy = False
+            norm.eval()
 
 
 def _call(network: nn.Module, batch: Any) -> None:

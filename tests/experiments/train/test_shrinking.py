@@ -150,6 +150,29 @@ def test_grouped_convolutions_are_refused() -> None:
     assert gated.model[0].weight.shape[0] == 12  # type: ignore[index, union-attr]
 
 
+def test_depthwise_convolutions_shrink_in_steps_and_others_stay_where_nothing_of_them_goes() -> None:
+    """Oracle: the same network with its units masked; and the way back."""
+    depthwise = nn.Conv2d(2, 12, 1), nn.BatchNorm2d(12), nn.ReLU(), nn.Conv2d(12, 12, 3, padding=1, groups=12)
+    grouped = nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3, padding=1, groups=2)
+    x = torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    gated = l0.attach(nn.Sequential(*depthwise, nn.ReLU(), nn.Conv2d(12, 8, 1), *grouped).double().eval(), x)
+    (name, gate), *_ = gated.named_gates()
+    assert name == "0"
+    for keep in (7, 3):
+        gate.close_(torch.arange(12) >= keep)
+        masked = gated(x).detach()
+        gated.shrink(shrinking.propose(gated, ~gated.opens().cpu().numpy()))
+        conv = gated.model[3]  # type: ignore[index]
+        assert (conv.groups, conv.in_channels, conv.out_channels) == (keep,) * 3  # type: ignore[union-attr]
+        torch.testing.assert_close(gated(x), masked)
+    torch.testing.assert_close(gated.expanded()(x), masked)
+    assert gated.expanded().model[3].groups == 12  # type: ignore[index, union-attr]
+    torch.testing.assert_close(l0.compact(gated)(x), masked)
+    gate.close_(torch.arange(12) >= 1)
+    with pytest.raises(ValueError, match="`3` is depthwise, which cannot be seen any more where one channel is left"):
+        gated.shrink(shrinking.propose(gated, ~gated.opens().cpu().numpy()))
+
+
 @pytest.mark.slow
 def test_a_unit_cannot_come_back() -> None:
     gated = l0.attach(LeNet(), torch.zeros(2, 1, 14, 14))

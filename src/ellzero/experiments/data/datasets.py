@@ -6,6 +6,7 @@ data come from.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import signal
 import sys
@@ -23,6 +24,10 @@ from ellzero.experiments.data.epochs import scaled
 from ellzero.experiments.data.importing import OwnError, seeded, told
 
 Batch = tuple[Tensor, Tensor]  # inputs, and what is to be answered
+# Nobody else holds on to these, so that workers of an epoch that is not at its end end with the process, in good order:
+# before `multiprocessing`, which was imported sooner, ends those that are left by a signal, and torch cries out.
+_RUNNING: dict[object, Iterator[Any]] = {}
+atexit.register(_RUNNING.clear)
 
 
 class Dataset(ABC):
@@ -168,9 +173,14 @@ class Samples(Dataset):
             worker_init_fn=_begin_worker,
             pin_memory=self._device.type == "cuda",
         )
-        for made in loader:
-            x, y = _made(made)
-            yield x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+        key = object()
+        _RUNNING[key] = iter(loader)
+        try:
+            for _ in jobs:
+                x, y = _made(next(_RUNNING[key]))
+                yield x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
+        finally:
+            _RUNNING.pop(key, None)
 
     def checksum(self) -> int:
         ends = [_Jobs(self.name, s, [((0,), [0, len(s) - 1])], 0)[0] for s in (self.train, self.test)]

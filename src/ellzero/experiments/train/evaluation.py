@@ -23,6 +23,7 @@ from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import NoExpectation
 from ellzero.objectives import costs
+from ellzero.out import settling
 
 
 @torch.no_grad()
@@ -69,8 +70,7 @@ def _looking(trainer: Trainer) -> Iterator[None]:
 
 def _norms(trainer: Trainer) -> list[_BatchNorm]:
     """The batch norms to recalibrate: none, if the recipe does not say so."""
-    modules = trainer.runs.template.modules() if trainer.recipe.recalibrate else ()
-    return [m for m in modules if isinstance(m, _BatchNorm) and m.track_running_stats]
+    return settling.norms_of(trainer.runs.template) if trainer.recipe.recalibrate else []
 
 
 @torch.no_grad()
@@ -81,16 +81,9 @@ def recalibrate(trainer: Trainer, batches: int = 200) -> None:
         return
     trainer.runs.eval()
     values, order = trainer.values(), trainer.supply.epoch(trainer.epoch)[0]
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain mean over all batches
-        norm.train()
-    for index in order[:batches]:
-        trainer.runs.evaluate(Objective.logits, trainer.supply.batch(index)[0][0], values=values)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-        norm.eval()
+    with settling.gathering(norms):
+        for index in order[:batches]:
+            trainer.runs.evaluate(Objective.logits, trainer.supply.batch(index)[0][0], values=values)
     parallel.from_first(list(trainer.runs.template.buffers()))
 
 
