@@ -134,8 +134,7 @@ class Budget:
         self._adam: dict[str, Any] | None = None  # of a run that is taken up, until an optimizer is driven
         self._resumed = False  # as a smaller network, with an optimizer that nobody has looked at yet
         self._average: AveragedModel | None = None
-        self._finished = False
-        self._termed = False  # whether the term has been asked for since the last step
+        self._finished, self._termed = False, False  # ended; the term has been asked for since the last step
 
     # ---- in the loop -----------------------------------------------------------------------------------------------
 
@@ -161,7 +160,7 @@ class Budget:
         if self._driver is not None:
             raise ValueError("`optimizer` must be driven once, got another call of `drive`")
         self._driver = Driver(self.gated, optimizer, self._term, self._move, self.gate_lr)
-        if self._adam is not None:
+        if self._adam is not None and self.phase == "learning":
             self._driver.adam.load_state_dict(self._adam)
         self._resumed = False  # the driver has looked
         return self
@@ -170,8 +169,7 @@ class Budget:
         """The Lagrangian's term, to add to the loss where no optimizer is driven; 0 when the gates have settled."""
         if self._driver is not None:
             raise RuntimeError("`term()` must not be added where `drive` does it already: it would count twice")
-        term = self._term()
-        return next(self.gated.gates.parameters()).new_zeros(()) if term is None else term
+        return next(self.gated.gates.parameters()).new_zeros(()) if (term := self._term()) is None else term
 
     def _term(self) -> Tensor | None:
         if self.phase != "learning":
@@ -213,8 +211,7 @@ class Budget:
         """Ends the gates' learning now; a step does it when it is time."""
         if self.phase != "learning":
             raise RuntimeError(f"`settle()` must come while gates learn, and this budget is {self.phase}")
-        if optimizer is None and self._driver is not None:
-            optimizer = self._driver.optimizer
+        optimizer = self._driver.optimizer if optimizer is None and self._driver is not None else optimizer
         _warn_of_haste(self)
         settle(self.gated, self.bounds)
         _fix(self.gated)
@@ -229,15 +226,9 @@ class Budget:
                 steps were few.
 
         Raises:
-            RuntimeError: the gates have not settled yet. Nothing is lost: go on, or call `settle()` first. Or the
-                network costs more than when they did: a state from before was loaded into it.
+            RuntimeError: the gates have not settled yet, or a state from before was loaded since. Nothing is lost.
         """
-        if self.phase == "learning":
-            raise RuntimeError(
-                f"`finish()` must come after the gates settled, in step {self.settles}, got {self.done} steps; "
-                "train on, or call `settle()` first"
-            )
-        _refuse_more(self)
+        _refuse_unsettled(self)
         if self._average is not None:
             self.gated.model.load_state_dict(self._average.module.state_dict())
         if batches is not None:
@@ -256,21 +247,14 @@ class Budget:
         return {name: value for pair in pairs for name, value in _metrics(*pair, self.gated)}
 
     def __repr__(self) -> str:
-        goal = ", ".join(f"{name_of(cost)} at most {_percent(bound)}" for cost, bound in self.bounds.items())
-        state = "; ".join(_told(constraint, self.gated) for constraint in self.constraints)
-        masked = f"; masks until the end: {self.masked}" if self.masked else ""
-        return f"Budget({goal}: {self.phase}, step {self.done} of {self.steps}, {state}{masked})"
+        return _shown(self)
 
     # ---- state -------------------------------------------------------------------------------------------------------
-
-    def _identity(self) -> dict[str, Any]:
-        bounds = {name_of(cost): bound for cost, bound in self.bounds.items()}
-        return {"bounds": bounds} | {key: vars(self)[key] for key in ("steps", "settles", "gate_lr", "ema")}
 
     def state_dict(self) -> dict[str, Any]:
         """All that a stopped loop needs beside the states of `gated` and the optimizer: tensors and plain data."""
         return {
-            **self._identity(),
+            **_identity(self),
             "done": self.done,
             "fixed": self.gated.fixed,
             "masked": self.masked,
@@ -291,13 +275,7 @@ class Budget:
             ValueError: the state is of another budget or version, or from before these gates settled; nothing is
                 changed.
         """
-        if missing := sorted(self.state_dict().keys() - state.keys()):
-            raise ValueError(f"`state` must be of a `Budget` of this version, got one without `{'`, `'.join(missing)}`")
-        for key, mine in self._identity().items():
-            if (other := state[key]) != mine:
-                raise ValueError(f"`state` must be of an equal budget, got one whose `{key}` is {other}, not {mine}")
-        if self.gated.fixed and not state["fixed"]:
-            raise ValueError(f"`state` is of step {state['done']}, before the gates settled: it fits a fresh network")
+        _refuse_other(self, state)
         for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
             constraint.load_state_dict(saved)
         self.done, self.masked, self._adam = state["done"], state["masked"], state["adam"]
@@ -335,7 +313,27 @@ def _warn_of_haste(budget: Budget) -> None:
                 )
 
 
-def _refuse_more(budget: Budget) -> None:
+def _identity(budget: Budget) -> dict[str, Any]:
+    bounds = {name_of(cost): bound for cost, bound in budget.bounds.items()}
+    return {"bounds": bounds} | {key: vars(budget)[key] for key in ("steps", "settles", "gate_lr", "ema")}
+
+
+def _refuse_other(budget: Budget, state: Mapping[str, Any]) -> None:
+    if missing := sorted(budget.state_dict().keys() - state.keys()):
+        raise ValueError(f"`state` must be of a `Budget` of this version, got one without `{'`, `'.join(missing)}`")
+    for key, mine in _identity(budget).items():
+        if (other := state[key]) != mine:
+            raise ValueError(f"`state` must be of an equal budget, got one whose `{key}` is {other}, not {mine}")
+    if budget.gated.fixed and not state["fixed"]:
+        raise ValueError(f"`state` is of step {state['done']}, before the gates settled: it fits a fresh network")
+
+
+def _refuse_unsettled(budget: Budget) -> None:
+    if budget.phase == "learning":
+        raise RuntimeError(
+            f"`finish()` must come after the gates settled, in step {budget.settles}, got {budget.done} steps; "
+            "train on, or call `settle()` first"
+        )
     for cost, bound in budget.bounds.items():
         for name, share, most in _parts(cost, bound, budget.gated):
             if share > most * (1 + 1e-6):  # room for rounding
@@ -401,6 +399,13 @@ def _metrics(constraint: Constraint, bound: float | Mapping[str, float], gated: 
         yield f"{name}/kept", share
         yield f"{name}/target", float(constraint.target[k])
         yield f"{name}/multiplier", float(constraint.multiplier[k])
+
+
+def _shown(budget: Budget) -> str:
+    goal = ", ".join(f"{name_of(cost)} at most {_percent(bound)}" for cost, bound in budget.bounds.items())
+    state = "; ".join(_told(constraint, budget.gated) for constraint in budget.constraints)
+    masked = f"; masks until the end: {budget.masked}" if budget.masked else ""
+    return f"Budget({goal}: {budget.phase}, step {budget.done} of {budget.steps}, {state}{masked})"
 
 
 def _told(constraint: Constraint, gated: Gated) -> str:

@@ -45,7 +45,7 @@ class Driver:
         self.optimizer, self._term, self._then, self._gated = optimizer, term, then, gated
         phi = list(gated.gates.parameters())  # none of them learns where gates have settled
         self._phi: Sequence[nn.Parameter] = [p for p in phi if p.requires_grad] or phi
-        own = inside[id(self._phi[0])]
+        own = inside.get(id(self._phi[0]), optimizer.defaults)
         alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
         self.adam = torch.optim.Adam(self._phi, lr=own.get("gate_lr", gate_lr), **alike)
         self._gradients: list[Tensor | None] = []
