@@ -43,8 +43,8 @@ class Driver:
         inside = refuse_without(gated, optimizer)
         refuse_overlap(gated)
         self.optimizer, self._term, self._then, self._gated = optimizer, term, then, gated
-        phi = list(gated.gates.parameters())  # none of them learns where gates have settled
-        self._phi: Sequence[nn.Parameter] = [p for p in phi if p.requires_grad] or phi
+        # All of them, whether they learn or not: a state must fit before gates have settled and after it.
+        self._phi: Sequence[nn.Parameter] = list(gated.gates.parameters())
         own = inside.get(id(self._phi[0]), optimizer.defaults)
         alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
         self.adam = torch.optim.Adam(self._phi, lr=own.get("gate_lr", gate_lr), **alike)
@@ -84,7 +84,9 @@ class Driver:
                     told = "they learn from the loss: call `l0.objectives.estimated_backward` in the loop"
                 raise RuntimeError(f"the gates have no gradient: {told}")
             found = [p.grad if scale is None or p.grad is None else p.grad / scale for p in self._phi]
-            extra = torch.autograd.grad(term, self._phi, allow_unused=True)
+            learned = [p for p in self._phi if p.requires_grad]  # some say only what is closed for good
+            slopes = dict(zip(learned, torch.autograd.grad(term, learned, allow_unused=True), strict=True))
+            extra = [slopes.get(p) for p in self._phi]
             self._gradients = [b if a is None else a if b is None else a + b for a, b in zip(found, extra, strict=True)]
         for p in self._phi:
             p.grad = None  # the optimizer passes over it
