@@ -41,10 +41,10 @@ def traced(width: int) -> l0.Gated:
     return l0.attach(Tied(width), X[:2])
 
 
-def carried(steps: int, width: int = 16) -> tuple[l0.Gated, l0.Budget]:
+def carried(steps: int, width: int = 16, shrink: bool = True) -> tuple[l0.Gated, l0.Budget]:
     gated = copy.deepcopy(traced(width))
     gated.train()
-    budget = l0.Budget(gated, macs=0.4, steps=20, learning=0.5)
+    budget = l0.Budget(gated, macs=0.4, steps=20, learning=0.5, shrink=shrink)
     Carrier.of(gated).begin(budget)
     optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
     budget.drive(optimizer)
@@ -107,12 +107,16 @@ def test_another_network_is_refused_and_nothing_changes() -> None:
     assert before.keys() == other.state_dict().keys()
 
 
-def test_what_has_left_does_not_come_back() -> None:
-    young, _young = carried(5)
+@pytest.mark.parametrize("shrink", [True, False], ids=["shrunk", "masked"])
+def test_what_has_left_does_not_come_back(shrink: bool) -> None:
+    young, _young = carried(5, shrink=shrink)
     early = young.state_dict()
-    gated, _ = carried(15)
+    gated, budget = carried(15, shrink=shrink)
+    before = copy.deepcopy(gated.model.state_dict())
     with pytest.raises(ValueError, match="is of step 5, before the gates settled: it fits a fresh network"):
         gated.load_state_dict(early, strict=False)
+    assert all(torch.equal(before[key], value) for key, value in gated.model.state_dict().items())
+    budget.finish()
 
 
 def test_a_run_that_begins_anew_must_not_have_loaded_another() -> None:
