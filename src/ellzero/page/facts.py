@@ -347,8 +347,8 @@ def _columns(gated: Gated, made: Report) -> tuple[list[AxisRow], list[AxisRow]]:
 
 
 def spread(name: str, gate: AbstractGate) -> Spread:
-    """How the gates of a placement are spread over [0, 1]."""
-    value, edges = gate.value().double().flatten().cpu(), torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
+    """How the sizes of the gates of a placement are spread over [0, 1]; a Gaussian gate may be negative, or above 1."""
+    value, edges = gate.value().double().abs().flatten().cpu(), torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
     between = torch.histogram(value[(value > 0) & (value < 1)], edges).hist
     kept = torch.cat([(value <= 0).sum()[None], between, (value >= 1).sum()[None]]) / value.numel()
     expected = None
