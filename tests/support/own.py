@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import cache_from_source
 from pathlib import Path
 
 CODE = '''
@@ -90,6 +91,8 @@ def module(folder: Path, name: str, code: str = CODE) -> Iterator[str]:
     """The name of such a module, importable from the folder, until the block ends."""
     before = list(sys.path)
     (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    # Bytecode counts as fresh if the file is as long as it was, and of the same second.
+    Path(cache_from_source(str(folder / f"{name}.py"))).unlink(missing_ok=True)
     sys.modules.pop(name, None)
     sys.path.insert(0, str(folder))
     try:
