@@ -20,8 +20,9 @@ ENTRIES, LINES, CLASS, FUNCTION = 12, 450, 250, 60
 # It may only fall: the goal is 15,000. Raised for what is new alone: networks and data of the user's own; 1,950 for the
 # gate families of other papers, the estimators, and what families may ask of weights and optimizers; 250 for recording;
 # 120 for `finalize` by sets that groups hold together, and an interrupt during import; 125 for mistakes around a budget
-# that are told, depthwise networks that shrink alive, and the noise of a fit that goes on.
-IN_ALL = 22_145
+# that are told, depthwise networks that shrink alive, and the noise of a fit that goes on; 10 for ways
+# that are compared beside a layer that goes as a whole.
+IN_ALL = 22_155
 LONG = {  # why it is longer than a function or class may be
     "objectives/constraint.py: Constraint": "a fifth is its docstring, a third what a complete and checked state takes",
     "experiments/train/loop.py: train": "half is its docstring; the loop is read as one piece",

@@ -102,6 +102,20 @@ def test_a_single_unit_whose_going_the_example_hides_stays() -> None:
     assert_same(gated(*others), l0.compact(gated)(*others))
 
 
+def test_a_layer_that_goes_as_a_whole_turns_no_other_way() -> None:
+    def forward(s: Any, x: Tensor, k: Tensor) -> Tensor:
+        h = F.relu(s.a(x))
+        y = x + s.b(h)
+        return s.out(y if h.shape[1] else torch.where(k[:, None] > 0, y, y.sin()))
+
+    model = settled(net(forward, a=nn.Linear(6, 5), b=nn.Linear(5, 6), out=nn.Linear(6, 3)).double())
+    gated = l0.attach(model, (noise(4, 6), torch.ones(4))).eval()
+    set_gates(gated, {"a": list(range(5))})
+    small = l0.compact(gated)
+    with torch.no_grad():  # the example had ones
+        assert_same(gated(noise(4, 6, seed=2), torch.zeros(4)), small(noise(4, 6, seed=2), torch.zeros(4)), 1e-11)
+
+
 @pytest.mark.slow
 def test_a_literal_before_an_argmax_is_refused() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
 from typing import ClassVar, final
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ellzero.gates.abstract import Phi
 from ellzero.gates.families.sparse_vd import log_uniform_kl
-from ellzero.gates.families.vib import bar_of
-from ellzero.gates.formulas import normal, promote
-from ellzero.gates.hard_concrete import INIT_STD
-from ellzero.gates.thresholded import AbstractThresholdedGate
-
-TINY = 1e-8  # added to μ² under a logarithm, as in the authors' code
+from ellzero.gates.gaussian import AbstractGaussianGate
 
 
 @final
-class GNJGate(AbstractThresholdedGate):
+class GNJGate(AbstractGaussianGate):
     """z ~ N(μ, σ²) under p(z) ∝ 1/|z|, one gate per unit (Louizos, Ullrich & Welling, *Bayesian Compression for Deep
     Learning*, 2017).
 
@@ -44,41 +36,7 @@ class GNJGate(AbstractThresholdedGate):
         5.1
     """
 
-    lacks: ClassVar[str] = "a Gaussian multiplier is never zero"
-
-    def __init__(self, shape: int | Sequence[int], *, threshold: float = 0.0) -> None:
-        super().__init__(shape, bar=bar_of(threshold))
-        self.threshold = float(threshold)
-        self.mu = nn.Parameter(torch.empty(self.shape).normal_(1.0, INIT_STD))
-        self.log_var = nn.Parameter(torch.empty(self.shape).normal_(-9.0, INIT_STD))
-
-    def own(self) -> Phi:
-        return self.mu, self.log_var
-
-    def own_constants(self) -> tuple[Hashable, ...]:
-        return ()
-
-    def noisy_from(self, own: Phi, u: Tensor) -> Tensor:
-        mu, sigma = promote(own[0]), (promote(own[1]) / 2).exp()
-        return mu + sigma * normal(u).to(mu.dtype)
-
-    def mean_from(self, own: Phi) -> Tensor:
-        return promote(own[0])
-
-    def signal_from(self, own: Phi) -> Tensor:
-        return (-_log_alpha(own) / 2).exp()
+    tiny: ClassVar[float] = 1e-8  # as in the authors' code
 
     def charge_from(self, own: Phi) -> Tensor:
-        return log_uniform_kl(_log_alpha(own))
-
-    @torch.no_grad()
-    def reset_(self, where: Tensor, value: float) -> None:
-        self.mu.masked_fill_(where, value)
-        self.log_var.masked_fill_(where, min(-9.0, self.threshold - 2.0) + 2 * math.log(value))
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.shape)}, threshold={self.threshold:g}"
-
-
-def _log_alpha(own: Phi) -> Tensor:
-    return promote(own[1]) - (promote(own[0]).square() + TINY).log()
+        return log_uniform_kl(self.log_alpha_from(own))

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ellzero.gates.abstract import Phi
-from ellzero.gates.families.vib import bar_of
 from ellzero.gates.formulas import normal, promote
+from ellzero.gates.gaussian import bar_of
 from ellzero.gates.thresholded import AbstractThresholdedGate
 
 TINY = 1e-16  # added to θ² under a logarithm

@@ -62,7 +62,7 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     if len(good) < len(survivors):  # what is small by now must be small along these alone
         bench.survives_parts([k for s in good for k in s])
     vanishing = []
-    for layers in (False, True):  # apart: where no layer goes, the ways of the two networks can be compared
+    for layers in (False, True):  # apart: where no layer goes, a trace tells more
         whole = [s for s in good + lone if bench.closes(s) is layers]
         vanishing += _sift(whole, [], bench.survives_vanishing, {})
         # Two branches that cannot both go may each go alone.
@@ -119,13 +119,16 @@ class _Scene:
     model: nn.Module
     inputs: Inputs
     done: Plan | None = None
-    last: tuple[bytes, list[Tensor], Calls] | None = None
+    last: tuple[tuple[bytes, frozenset[str]], list[Tensor], Calls] | None = None
 
-    def masked(self, graph: Graph, alive: Mask) -> tuple[list[Tensor], Calls]:
-        """What comes out with zeros where a weight reads a unit that is not alive, and the way that it takes."""
-        key = alive.tobytes()
+    def masked(self, graph: Graph, alive: Mask, gone: frozenset[str] = frozenset()) -> tuple[list[Tensor], Calls]:
+        """What comes out with zeros where a weight reads a unit that is not alive, and the way that it takes outside of
+        the layers that are gone.
+        """
+        key = alive.tobytes(), gone
         if self.last is None or self.last[0] != key:
-            with closed(self.model, graph, alive, self.done), seeded(self.model), Calls() as calls:
+            layers = [self.model.get_submodule(path) for path in sorted(gone)]
+            with closed(self.model, graph, alive, self.done), seeded(self.model), Calls(layers) as calls:
                 out = run(self.model, self.inputs)
             self.last = key, tensors_of(out), calls
         return self.last[1:]
@@ -332,13 +335,13 @@ class _Bench:
         for scene in scenes:
             try:
                 small = scene.removed(plan)
-                removed, calls = small.masked(self.graph, plan.units)
+                removed, calls = small.masked(self.graph, plan.units, plan.closed)
             except Exception as error:
                 return f"the model does not run with a unit of it removed ({first_line(error)})", []
-            masked, usual = scene.masked(self.graph, plan.units)
+            masked, usual = scene.masked(self.graph, plan.units, plan.closed)
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed", []
-            if not plan.closed and (what := usual.departure(calls)):
+            if what := usual.departure(calls):
                 return f"the model does something else with a unit of it removed: {what}", []
             made.append(small)
         return None, made

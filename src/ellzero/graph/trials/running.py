@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from math import inf, isfinite
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -114,13 +114,37 @@ def _flat(told: Any) -> Iterator[Any]:
 
 
 class Calls(TorchFunctionMode):
-    """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there."""
+    """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there.
 
-    def __init__(self) -> None:
+    Args:
+        layers: whose own calls are left out: what stands in for one that is closed does something else inside.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module] = ()) -> None:
         super().__init__()
         self.made: list[tuple[str, list[Any], int]] = []
+        self._layers, self._hooks = layers, ExitStack()
+        self._inside = 0
+
+    def __enter__(self) -> Self:
+        for layer in self._layers:
+            for hook in (
+                layer.register_forward_pre_hook(lambda *_: self._goes(+1), prepend=True),
+                layer.register_forward_hook(lambda *_: self._goes(-1), always_call=True),
+            ):
+                self._hooks.callback(hook.remove)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.close()
+        super().__exit__(*error)
+
+    def _goes(self, into: int) -> None:
+        self._inside += into
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func))
         sized = name in SIZED or name in ("__getitem__", "__setitem__")
         numbers = [] if sized else [t for t in _flat((args, kwargs)) if isinstance(t, int | float | str)]
