@@ -86,7 +86,7 @@ class HardConcreteGate(AbstractGate):
         learn_beta: bool = False,
         gamma: float = -0.1,
         zeta: float = 1.1,
-        rule: AbstractRule = Noiseless(),  # noqa: B008 (frozen)
+        rule: AbstractRule = Noiseless(),
     ) -> None:
         super().__init__(shape)
         check_drop_rate(drop_rate)

@@ -128,7 +128,7 @@ class _Scene:
         key = alive.tobytes(), gone
         if self.last is None or self.last[0] != key:
             layers = [self.model.get_submodule(path) for path in sorted(gone)]
-            with closed(self.model, graph, alive, self.done), seeded(self.model), Calls(layers) as calls:
+            with closed(self.model, graph, alive, self.done), seeded(self.model), Calls() as calls, calls.mute(layers):
                 out = run(self.model, self.inputs)
             self.last = key, tensors_of(out), calls
         return self.last[1:]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from math import inf, isfinite
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,36 +114,27 @@ def _flat(told: Any) -> Iterator[Any]:
 
 
 class Calls(TorchFunctionMode):
-    """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there.
+    """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there."""
 
-    Args:
-        layers: whose own calls are left out: what stands in for one that is closed does something else inside.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[str, list[Any], int]] = []
-        self._layers, self._hooks = layers, ExitStack()
-        self._inside = 0
+        self.muted = 0  # how many layers it is in whose own calls are left out
 
-    def __enter__(self) -> Self:
-        for layer in self._layers:
-            for hook in (
-                layer.register_forward_pre_hook(lambda *_: self._goes(+1), prepend=True),
-                layer.register_forward_hook(lambda *_: self._goes(-1), always_call=True),
-            ):
-                self._hooks.callback(hook.remove)
-        return super().__enter__()
+    def mute(self, layers: Sequence[nn.Module]) -> ExitStack:
+        """Leaves out what these layers call, until the end of a `with`: what stands in for one does something else."""
 
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.close()
-        super().__exit__(*error)
+        def goes(into: int) -> None:
+            self.muted += into
 
-    def _goes(self, into: int) -> None:
-        self._inside += into
+        hooks = ExitStack()
+        for layer in layers:
+            hooks.callback(layer.register_forward_pre_hook(lambda *_: goes(+1), prepend=True).remove)
+            hooks.callback(layer.register_forward_hook(lambda *_: goes(-1)).remove)
+        return hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._inside:
+        if self.muted:
             return func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func))
         sized = name in SIZED or name in ("__getitem__", "__setitem__")
