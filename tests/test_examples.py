@@ -101,7 +101,7 @@ def test_the_example_of_the_trainer_ends_within_its_budget() -> None:
 def test_the_example_of_several_processes_ends_within_its_budget(server: processes.Server, tmp_path: Path) -> None:
     """It checks by itself that all processes end with the same network."""
     job = server.run("launched", program=str(ROOT / "examples" / "with_ddp.py"), arguments=[], where=str(tmp_path))
-    assert "masks until the end: several processes hold on to the parameters" in job.said
+    assert "masks until the end: a process group holds on to the parameters" in job.said
     layers = re.findall(r"Linear\(in_features=(\d+), out_features=(\d+)", job.said)  # of the network that one prints
     assert len(layers) == 3
     assert sum(int(n) * int(m) for n, m in layers) <= 0.3 * (20 * 64 + 64 * 32 + 32 * 2)

@@ -109,6 +109,25 @@ def test_noise_and_order_of_a_stopped_fit_go_on_too(fits: Any, tmp_path: Path) -
     assert fits.same(whole.budget.finish(), resumed.budget.finish())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_noise_of_a_stopped_fit_on_a_gpu_goes_on_too(fits: Any, tmp_path: Path) -> None:
+    class Plain(fits.Classifier):
+        def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    saving = fits.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    whole, resumed = fits.callback(learning=0.5), fits.callback(learning=0.5)
+    on = {"max_epochs": 8, "accelerator": "gpu", "devices": 1}
+    torch.manual_seed(3)
+    fits.trainer(whole, saving, **on).fit(Plain(), fits.loader())
+    torch.manual_seed(4)
+    fits.trainer(resumed, **on).fit(Plain(), fits.loader(), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert whole.budget is not None
+    assert resumed.budget is not None
+    ours, theirs = resumed.budget.finish().state_dict(), whole.budget.finish().state_dict()
+    torch.testing.assert_close(ours, theirs)  # a GPU may round otherwise
+
+
 def test_a_checkpoint_without_a_budget_is_refused(fits: Any, tmp_path: Path) -> None:
     module = fits.Classifier()
     plain = fits.trainer(max_epochs=1)

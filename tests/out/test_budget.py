@@ -294,11 +294,13 @@ def test_a_compiled_network_shrinks_too() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_keep_masks_and_stay_together(server: processes.Server, tmp_path: Path) -> None:
-    for job in [server.start("budgeted", rank=rank, folder=str(tmp_path)) for rank in range(2)]:
+@pytest.mark.parametrize("world", [1, 2])
+def test_processes_keep_masks_and_stay_together(world: int, server: processes.Server, tmp_path: Path) -> None:
+    """One process too, as `torchrun` starts it where there is one GPU: DDP holds on to the parameters there as well."""
+    for job in [server.start("budgeted", rank=rank, folder=str(tmp_path), world=world) for rank in range(world)]:
         assert job.wait() == 0, job.said
-    (told, one), (_, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert "masks until the end: several processes hold on to the parameters" in told
+    (told, one), (_, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, world - 1))
+    assert "masks until the end: a process group holds on to the parameters" in told
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     sizes = [one[f"{layer}.weight"].shape for layer in (0, 2, 4)]
@@ -436,6 +438,7 @@ def test_steps_beyond_the_last_train_the_small_network_on() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")  # torch's own
 def test_a_network_that_is_moved_to_a_gpu_takes_its_budget_along() -> None:
     gated, budget, optimizer = driven()
     gated.to("cuda")

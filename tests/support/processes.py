@@ -307,10 +307,10 @@ def replicated(rank: int, folder: str) -> None:
     job.train(rank, folder)
 
 
-def budgeted(rank: int, folder: str) -> None:
+def budgeted(rank: int, folder: str, world: int) -> None:
     from support import replicated as job
 
-    job.train_in_budget(rank, folder)
+    job.train_in_budget(rank, folder, world)
 
 
 def launched(program: str, arguments: list[str], where: str) -> None:

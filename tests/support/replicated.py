@@ -46,10 +46,10 @@ def in_budget() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 2))
 
 
-def train_in_budget(rank: int, folder: str) -> None:
+def train_in_budget(rank: int, folder: str, world: int) -> None:
     """The same under a budget; what it says and the network that it hands over are left in the folder."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))[rank::2]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))[rank::world]
     y = (x[:, 0] * x[:, 1] > 0).long()
     gated = l0.attach(in_budget(), x[:2], gate=partial(l0.HardConcreteGate, drop_rate=0.1))
     gated.train()

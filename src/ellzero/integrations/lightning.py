@@ -51,7 +51,7 @@ class BudgetCallback(Callback):
         self.budget: Budget | None = None
         self._example, self._network, self._steps, self._options = example_inputs, network, steps, budget
         self._logged = 0
-        self._noise: torch.Tensor | None = None
+        self._noise: dict[str, torch.Tensor] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Gates the network, and waits for a checkpoint: it is loaded before there are optimizers."""
@@ -88,18 +88,21 @@ class BudgetCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """What Lightning itself does not keep: where the numbers are that noise, and shuffling, are drawn from."""
-        return {"noise": torch.get_rng_state()}
+        noise = {"noise": torch.get_rng_state()}
+        return noise if self._gpu is None else noise | {"noise on a GPU": torch.cuda.get_rng_state(self._gpu)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the numbers for the moment when the epochs begin."""
-        self._noise = state_dict["noise"]
+        self._noise = dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Goes on with the numbers that a checkpoint of the end of an epoch had, as the next epoch would have."""
-        if self._noise is None:
+        if not self._noise:
             return
-        torch.set_rng_state(self._noise.cpu())
-        self._noise = None
+        torch.set_rng_state(self._noise["noise"].cpu())
+        if self._gpu is not None and "noise on a GPU" in self._noise:  # a fit may go on elsewhere
+            torch.cuda.set_rng_state(self._noise["noise on a GPU"].cpu(), self._gpu)
+        self._noise = {}
         for loader in tree_leaves(trainer.train_dataloader):
             if isinstance(loader, DataLoader) and loader.generator is None:
                 torch.empty((), dtype=torch.int64).random_()  # its iterator drew a seed, and is there already
@@ -110,6 +113,12 @@ class BudgetCallback(Callback):
         if self.budget.done != self._logged:
             self._logged = self.budget.done
             pl_module.log_dict({f"budget/{name}": value for name, value in self.budget.metrics().items()})
+
+    @property
+    def _gpu(self) -> torch.device | None:
+        """Where the network is, and its noise is drawn, if that is a GPU."""
+        device = None if self.budget is None else next(self.budget.gated.parameters()).device
+        return device if device is not None and device.type == "cuda" else None
 
     def _gated(self, module: LightningModule) -> Gated:
         found = dict(module.named_children()).get(self._network)

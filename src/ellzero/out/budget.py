@@ -59,7 +59,7 @@ class Budget:
         learning: the share of the steps in which gates learn.
         gate_lr: the learning rate of the gates, as for Adam; one that fits the steps if `None`.
         shrink: whether closed units leave the live network when the gates settle. Where something else holds on to the
-            parameters (several processes), or cannot be sliced alive (a grouped convolution that is not depthwise, the
+            parameters (a process group), or cannot be sliced alive (a grouped convolution that is not depthwise, the
             memory of Adafactor), they stay as masks until `finish`, with the same result: `print(budget)` says why.
         ema: decay of an average of the small network's weights, which `finish` hands over in their place; none if
             `None`.
@@ -352,7 +352,7 @@ def _claim(gated: Gated, budget: Budget) -> None:
 
 def _fix(gated: Gated) -> None:
     gated.fix()
-    if not _several_processes():  # there every rank waits for the gradient of each parameter that it began with
+    if not _in_a_group():  # there every rank waits for the gradient of each parameter that it began with
         for p in gated.gates.parameters():
             p.requires_grad_(False).grad = None  # no optimizer moves it, no decay reaches it
 
@@ -361,8 +361,8 @@ def _take_out(gated: Gated, optimizer: torch.optim.Optimizer | None) -> str | No
     """Takes closed units out of the live network and the optimizer's state, or says why they stay."""
     if optimizer is None:
         return "`step()` was given no optimizer"
-    if _several_processes():
-        return "several processes hold on to the parameters"
+    if _in_a_group():
+        return "a process group holds on to the parameters"
     plan = shrinking.propose(gated, ~gated.opens().cpu().numpy())
     try:
         shrinking.carry_out(gated, gated, plan, optimizer, {})
@@ -389,9 +389,9 @@ def _averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
     return average
 
 
-def _several_processes() -> bool:
-    here = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return here and torch.distributed.get_world_size() > 1
+def _in_a_group() -> bool:
+    """Of one process too: DDP holds on to the parameters there as well."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _metrics(constraint: Constraint, bound: float | Mapping[str, float], gated: Gated) -> Iterator[tuple[str, float]]:

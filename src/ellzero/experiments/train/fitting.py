@@ -89,7 +89,7 @@ def refuse_unfit(recipe: Recipe, model: nn.Module, dataset: Dataset) -> None:
 
 def _refuse_loss(name: str, output: Tensor, y: Tensor) -> None:
     with torch.enable_grad():
-        found = call(name, output.float().requires_grad_(), y)
+        found = call(name, output.float().clone().requires_grad_(), y)  # a metric gets `output` after this
     if not isinstance(found, Tensor) or found.ndim or not found.requires_grad:
         what = _kind(found) if isinstance(found, Tensor) else type(found).__name__
         grad = ", without a gradient" if isinstance(found, Tensor) and not found.requires_grad else ""
