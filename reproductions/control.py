@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ellzero.experiments.figures import COLOURS, INK, MARKERS, grid, legend, save
 from ellzero.experiments.papers import get
-from ellzero.experiments.statistics import interval
+from ellzero.experiments.store.statistics import interval
 from ellzero.experiments.study import Row, Study, point_at_end_of_training
 from ellzero.out.tables import new_table
 

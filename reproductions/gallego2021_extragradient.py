@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from ellzero.experiments.papers import get
-from ellzero.experiments.statistics import with_interval
+from ellzero.experiments.store.statistics import with_interval
 from ellzero.experiments.study import Row, Study, took
 from ellzero.out.tables import new_table
 

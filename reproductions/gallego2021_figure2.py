@@ -18,7 +18,7 @@ from rich.table import Table
 
 from ellzero.experiments.figures import BLUE, INK, VERMILION, grid, save
 from ellzero.experiments.papers import get
-from ellzero.experiments.statistics import interval, with_interval
+from ellzero.experiments.store.statistics import interval, with_interval
 from ellzero.experiments.study import Row, Study, took
 from ellzero.out.tables import new_table
 

@@ -33,8 +33,8 @@ from rich.table import Table
 
 from ellzero.experiments.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, grid, legend, save
 from ellzero.experiments.papers import get
-from ellzero.experiments.statistics import with_interval
 from ellzero.experiments.store.folder import pace
+from ellzero.experiments.store.statistics import with_interval
 from ellzero.experiments.study import Row, Study
 from ellzero.out.tables import new_table
 

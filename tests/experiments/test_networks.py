@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.experiments.networks import LeNet5, LeNet300, WideResNet, find, initialize_2018, initialize_2021
+from ellzero.experiments.networks import LeNet5, LeNet300, ResNet, WideResNet, find, initialize_2018, initialize_2021
 from ellzero.gated.placements import Placement, Where
 from ellzero.graph.axes import Graph
 from ellzero.graph.tracing import trace
@@ -63,7 +63,55 @@ def test_published_sizes_of_wrn_28_10() -> None:
     assert counted_macs(net, [x]) == pytest.approx(1.13 * here, rel=0.01)  # as in the L0 papers' code
 
 
+def test_published_sizes_of_resnet_56() -> None:
+    with torch.device("meta"):
+        net, x = ResNet(56), torch.zeros(1, 3, 32, 32)
+    assert numel(net) == 853_018  # 0.85 M in He et al., table 6
+    macs, inputs = 3 * 16 * 9 * 32**2 + 64 * 10, 16
+    for width, side in ((16, 32), (32, 16), (64, 8)):
+        macs += (inputs * width + 17 * width**2) * 9 * side**2
+        inputs = width
+    assert counted_macs(net, [x]) == macs == 125_485_696
+
+
+def test_a_padded_residual_network_by_hand() -> None:
+    net, x = settled(ResNet(8)), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    state = net.state_dict()
+
+    def normed(h: Tensor, at: str) -> Tensor:
+        mean, var, scale, shift = (
+            state[f"{at}.{name}"][:, None, None] for name in ("running_mean", "running_var", "weight", "bias")
+        )
+        return (h - mean) / (var + 1e-5).sqrt() * scale + shift
+
+    h = normed(F.conv2d(x, state["conv.weight"], padding=1), "bn").clamp(min=0)
+    for block, (stride, more) in enumerate(((1, 0), (2, 8), (2, 16))):
+        at = f"blocks.{block}"
+        hidden = normed(F.conv2d(h, state[f"{at}.conv1.weight"], padding=1, stride=stride), f"{at}.bn1").clamp(min=0)
+        empty = h.new_zeros(2, more, h.shape[2] // stride, h.shape[3] // stride)
+        around = torch.cat([empty, h[:, :, ::stride, ::stride], empty], 1)
+        h = (normed(F.conv2d(hidden, state[f"{at}.conv2.weight"], padding=1), f"{at}.bn2") + around).clamp(min=0)
+    assert_same(net(x), h.mean((2, 3)) @ state["fc.weight"].T + state["fc.bias"])
+
+
+@pytest.mark.parametrize("name", ["lenet300", "lenet5", "resnet-8"])
+def test_a_narrower_network_has_a_share_of_every_width(name: str) -> None:
+    facts = find(name)
+    assert facts.narrower is not None
+    with torch.device("meta"):
+        whole, half, least = (facts.narrower(10, share) for share in (1.0, 0.5, 0.001))
+    layers = [m for m in whole.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    halves = [m for m in half.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert [m.weight.shape[0] for m in halves] == [*(m.weight.shape[0] // 2 for m in layers[:-1]), 10]
+    assert all(m.weight.shape[0] == 1 for m in list(least.modules())[1:2] if isinstance(m, nn.Linear | nn.Conv2d))
+    assert [p.shape for p in whole.parameters()] == [p.shape for p in facts.make(10).parameters()]
+    with pytest.raises(ValueError, match=r"`share` must be in \(0, 1\], got 0"):
+        facts.narrower(10, 0)
+
+
 def test_no_such_network() -> None:
+    with pytest.raises(ValueError, match=r"`depth` must be 6 n \+ 2 .* got 57"):
+        ResNet(57)
     with pytest.raises(ValueError, match=r"`depth` must be 6 n \+ 4 .* got 12"):
         WideResNet(depth=12)
     with pytest.raises(ValueError, match=r"`depth` .* got 4"):
@@ -74,7 +122,12 @@ def test_no_such_network() -> None:
 
 @pytest.mark.parametrize(
     ("name", "x"),
-    [("lenet300", DIGIT), ("lenet5", DIGIT), pytest.param("wrn-10-1", COLOUR, marks=pytest.mark.slow)],
+    [
+        ("lenet300", DIGIT),
+        ("lenet5", DIGIT),
+        pytest.param("wrn-10-1", COLOUR, marks=pytest.mark.slow),
+        pytest.param("resnet-14", COLOUR, marks=pytest.mark.slow),
+    ],
 )
 def test_facts_are_those_of_the_network(name: str, x: Tensor) -> None:
     facts = find(name)

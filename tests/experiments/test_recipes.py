@@ -233,7 +233,7 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(text: str, message: str, tm
     [
         ("name", "a/b", 'must be letters, digits, ".", "_" and "-", and begin with one of the first two'),
         ("name", "", "must be letters"),
-        ("network", "resnet", 'must be "lenet300", "lenet5", "wrn-DEPTH-WIDTH"'),
+        ("network", "resnet", 'must be "lenet300", "lenet5", "resnet-DEPTH"'),
         ("network", "wrn-27-10", 'must be "lenet300"'),
         ("network", "wrn-4-1", 'must be "lenet300"'),
         ("data", "imagenet", 'must be "mnist", "mnist5k", "cifar10", "cifar100", MODULE:FUNCTION'),

@@ -27,8 +27,8 @@ from ellzero.experiments.campaign import CampaignError
 from ellzero.experiments.data import DataError, Dataset, load
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.statistics import pareto
 from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.store.statistics import pareto
 from ellzero.experiments.sweep import Sweep, run, values_of
 from ellzero.experiments.train import evaluation
 from ellzero.experiments.train import loop as training

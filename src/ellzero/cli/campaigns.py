@@ -42,7 +42,7 @@ def reproduce(
     data_dir: DataDir = None,
     only: Annotated[str | None, option("PATTERN")] = None,
     every: Annotated[int, arg(metavar="N")] = 1,
-    at_once: Annotated[int, arg(metavar="N")] = AT_ONCE,
+    at_once: Annotated[int | None, option("N", f"{AT_ONCE}, and 1 in the arena")] = None,
     out: Annotated[str | None, option("FOLDER", "runs/reproduce/STUDY")] = None,
     resume: bool = False,
     fresh: bool = False,
@@ -59,6 +59,7 @@ def reproduce(
     $ ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3 --resume
     $ ellzero reproduce gallego2021-table1 --only 'gallego-mlp*' --device cuda
     $ ellzero reproduce louizos2018-figure2
+    $ ellzero reproduce arena --only 'lenet5-*' --device cuda --at-once 8
 
     All runs of a row, and rows that differ in their objective alone, are trained together; networks with batch norm
     one after the other. Ctrl-C ends it after the step, and saves; what is finished is not trained again when it goes on
@@ -74,7 +75,7 @@ def reproduce(
         data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
         only: the rows whose recipe's name matches, such as 'louizos-mlp*'; several with commas between them.
         every: evaluate after every N epochs, and after the last.
-        at_once: train no more than N runs together.
+        at_once: train no more than N runs together; those of the arena in N processes.
         out: folder of the reproduction.
         resume: go on with the reproduction in the folder, or begin one if there is none.
         fresh: remove the reproduction in the folder, and begin again.
@@ -96,17 +97,17 @@ def reproduce(
 
 def _list(known: dict[str, Study], json: bool) -> None:
     if json:
-        show_json([{"name": s.name, "title": s.title, "rows": len(s.rows), "seeds": s.seeds} for s in known.values()])
+        show_json([{"name": s.name, "title": s.title, "rows": len(s.names), "seeds": s.seeds} for s in known.values()])
         return
     table = new_table("", ("study", "what", "runs"), fold=True)
     for study in known.values():
-        runs = "none" if study.compute is not None else f"{len(study.rows)} rows × {study.seeds} seeds"
+        runs = "none" if study.compute is not None else f"{len(study.names)} rows × {study.seeds} seeds"
         table.add_row(study.name, Text(study.title), runs)
     show(table)
     say("For example: ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3")
 
 
-def _asked(study: Study, given: dict[str, Any], every: int, at_once: int, ways: int) -> Reproduction:
+def _asked(study: Study, given: dict[str, Any], every: int, at_once: int | None, ways: int) -> Reproduction:
     opening.refuse_below_one(seeds=given["seeds"], epochs=given["epochs"], every=every, at_once=at_once)
     refuse(ways > 1, "`--resume`, `--fresh` and `--draw-only` exclude each other: give one of them")
     opening.refuse_several("reproduce")
@@ -115,8 +116,14 @@ def _asked(study: Study, given: dict[str, Any], every: int, at_once: int, ways: 
             refuse(value is not None, f"`--{name}` must be absent: `{study.name}` trains nothing, got {value}")
         if not _drawable(study):
             raise PlotsMissingError
+    together = at_once or (1 if study.contests else AT_ONCE)
+    refuse(study.contests and every > 1, "`--every` must be absent: the arena looks at the last epoch alone")
     with foreseen(ValueError):
-        return Reproduction(study, given["seeds"], given["epochs"], given["data"], given["only"] or "*", every, at_once)
+        found = Reproduction(
+            study, given["seeds"], given["epochs"], given["data"], given["only"] or "*", every, together
+        )
+        _ = found.contests  # what does not fit is told now
+        return found
 
 
 def _drawable(study: Study) -> bool:
@@ -141,11 +148,11 @@ def _made(
         "seeds": asked.seeds, "epochs": asked.epochs, "data": asked.data, "data-dir": data_dir, "only": asked.only,
         "every": asked.every, "at-once": asked.at_once, "device": device, "out": home,
     }  # fmt: skip
-    usual = {"only": "*", "every": 1, "at-once": AT_ONCE, "device": "auto"}
+    usual = {"only": "*", "every": 1, "at-once": 1 if asked.study.contests else AT_ONCE, "device": "auto"}
     words = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, usual.get(name))]
     again = shlex.join(["ellzero", "reproduce", asked.study.name, *chain(*words), "--resume"])
     fewer = f"try fewer runs together than {asked.at_once}, by `--at-once` and a new folder"
-    work = partial(making.reproduce, asked, opening.loader(data_dir, device), home, resume=resume, fresh=fresh)
+    work = partial(making.reproduce, asked, opening.Loader(data_dir, device), home, resume=resume, fresh=fresh)
     return _trained(work, again, fewer, quiet)
 
 
@@ -174,6 +181,7 @@ def _show_study(study: Study, records: list[Record], home: Path, json: bool) -> 
         devices = ", ".join(dict.fromkeys(str(r["device"]) for r in records))
         seeds = f"{' or '.join(map(str, sorted(runs)))} seed{'s' * (runs != {1})}"
         show(study.table(records, f"{study.title}; {data}, {epochs}, {devices}, {seeds}"), width=190)
+    say(*(study.says(records) if study.says is not None else ()))
     say(f"results: {home}", *drawn(files))
 
 
@@ -231,7 +239,7 @@ def sweep(
     opening.refuse_several("sweep")
     chosen, home, before = _chosen(recipe, out, resume, seeds, every, fields)
     directory = before.get("data_dir") if data_dir is None else data_dir
-    load = opening.loader(directory, device, before.get("device"), workers)
+    load = opening.Loader(directory, device, before.get("device"), workers)
     about = {"data_dir": None if directory is None else str(Path(directory).resolve())}
     work = partial(sweeping.run, chosen, load, home, resume=resume, fresh=fresh, at_once=at_once, about=about)
     _show_sweep(_swept(work, home, None if cost_axis == "auto" else cost_axis, quiet), home, json)

@@ -19,6 +19,8 @@ from typing import Any, TextIO, final
 import torch
 from rich.console import Console
 
+from ellzero.experiments.arena.fighting import ArenaError
+from ellzero.experiments.arena.rivals import RivalMissingError
 from ellzero.experiments.campaign import CampaignError
 from ellzero.experiments.data import DataError, OwnError
 from ellzero.experiments.figures import PlotsMissingError
@@ -36,7 +38,7 @@ FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 _MISTYPED: tuple[type[Exception], ...] = (StudyError, CampaignError, OwnError)
 _FAILURES: tuple[type[Exception], ...] = (
     FileError, FolderError, CheckpointError, DataError, ClosedAxisError, CompactionError, DivergedError,
-    PageMissingError, PlotsMissingError, torch.OutOfMemoryError,
+    PageMissingError, PlotsMissingError, RivalMissingError, ArenaError, torch.OutOfMemoryError,
 )  # fmt: skip
 
 

@@ -6,12 +6,11 @@ What the commands about runs share. No command is here. Every function here rais
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import make_dataclass
-from functools import cache
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -125,11 +124,24 @@ def load_data(name: str, data_dir: str | None, device: torch.device, workers: in
     return data.load(name, data_dir, device, workers or 0)
 
 
-def loader(
-    data_dir: str | None, device: Device, begun_on: str | None = None, workers: int | None = None
-) -> Callable[[str], Dataset]:
-    """What loads data sets by their names, each once, onto the device, which is looked for when one is needed."""
-    return cache(lambda name: load_data(name, data_dir, find_device(device, begun_on), workers))
+@final
+@dataclass(frozen=True)
+class Loader:
+    """What loads data sets by their names, each once, onto the device, which is looked for when one is needed. Other
+    processes get it as it is.
+    """
+
+    data_dir: str | None
+    device: Device
+    begun_on: str | None = None
+    workers: int | None = None
+    loaded: dict[str, Dataset] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> Dataset:
+        if name not in self.loaded:
+            device = find_device(self.device, self.begun_on)
+            self.loaded[name] = load_data(name, self.data_dir, device, self.workers)
+        return self.loaded[name]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 
 import numpy as np
 
-from ellzero.experiments import statistics
+from ellzero.experiments.store import statistics
 from ellzero.out.files import replacing, write_text
 
 if TYPE_CHECKING:

@@ -11,22 +11,24 @@ import runpy
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from rich.table import Table
 
+from ellzero.experiments.arena.contest import Contest
+from ellzero.experiments.arena.fighting import BOUTS, fight
 from ellzero.experiments.campaign import AT_ONCE, Campaign, CampaignError, Loader, Record, Say, counted, diverged
 from ellzero.experiments.recipe import Recipe, differences
 from ellzero.experiments.recipe.definition import nearest
-from ellzero.experiments.statistics import with_interval
 from ellzero.experiments.store import records as files
 from ellzero.experiments.store.folder import Folder, FolderError
-from ellzero.experiments.store.provenance import provenance
+from ellzero.experiments.store.provenance import in_common, provenance
+from ellzero.experiments.store.statistics import with_interval
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.building import COSTS, targets
 from ellzero.experiments.train.trainer import DivergedError, Trainer
@@ -119,10 +121,10 @@ class Row:
 @final
 @dataclass(frozen=True)
 class Study:
-    """A published table or figure, and how it is made again: by training rows, or by computing.
+    """A published table or figure, and how it is made again: by training rows, or contests of the arena, or computing.
 
-    `compute` makes the records of a study that trains nothing, each with a "name"; `table` and `draw` make the table,
-    and the figures in a folder, from the records alone.
+    `compute` makes the records of a study that trains nothing, each with a "name"; `table`, `says` and `draw` make the
+    table, sentences below it, and the figures in a folder, from the records alone.
     """
 
     name: str  # on the command line and in file names
@@ -130,20 +132,36 @@ class Study:
     rows: tuple[Row, ...] = ()
     seeds: int = 5  # that each row is trained with, unless asked for otherwise
     compute: Callable[[], list[Record]] | None = None
+    contests: tuple[Contest, ...] = ()  # of the arena, which has a loop of its own
+    says: Callable[[Sequence[Record]], list[str]] | None = None
     table: Callable[[Sequence[Record], str], Table] | None = table
     draw: Callable[[Sequence[Record], Path], list[Path]] | None = None
     keep_networks: bool = False  # the compact network of every run with gates, beside the records
 
     def __post_init__(self) -> None:
-        names = [row.recipe.name for row in self.rows]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
             raise ValueError(f"`rows` must have recipes of different names, got {', '.join(twice)} more than once")
         data = sorted({row.recipe.data for row in self.rows})
         if len(data) > 1:
             raise ValueError(f"`rows` must have recipes of one data set, got {', '.join(data)}")
-        if bool(self.rows) == (self.compute is not None):
-            raise ValueError(f"`{self.name}` must have `rows` to train or something to `compute`, and not both")
+        if bool(self.rows) + bool(self.contests) + (self.compute is not None) != 1:
+            raise ValueError(f"`{self.name}` must have `rows` or `contests` to train, or something to `compute`")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that it trains."""
+        return [*(row.recipe.name for row in self.rows), *(contest.name for contest in self.contests)]
+
+    def matching(self, only: str) -> set[str]:
+        """The names that match one of the patterns with commas between."""
+        wanted = set[str]()
+        for pattern in map(str.strip, only.split(",")):
+            found = [name for name in self.names if fnmatchcase(name, pattern)]
+            if self.names and not found:
+                raise StudyError(f"`--only` must match the name of a recipe ({', '.join(self.names)}), got {pattern!r}")
+            wanted.update(found)
+        return wanted
 
     def recipes(
         self, *, epochs: int | None = None, data: str | None = None, only: str = "*"
@@ -152,12 +170,7 @@ class Study:
         these epochs and data instead of its own.
         """
         changes = {name: value for name, value in (("epochs", epochs), ("data", data)) if value is not None}
-        names, wanted = [row.recipe.name for row in self.rows], set[str]()
-        for pattern in map(str.strip, only.split(",")):
-            found = [name for name in names if fnmatchcase(name, pattern)]
-            if names and not found:
-                raise StudyError(f"`--only` must match the name of a recipe ({', '.join(names)}), got {pattern!r}")
-            wanted.update(found)
+        wanted = self.matching(only)
         return [(row, row.recipe.override(**changes)) for row in self.rows if row.recipe.name in wanted]
 
 
@@ -219,16 +232,24 @@ class Reproduction:
         return self.study.recipes(epochs=self.epochs, data=self.data, only=self.only)
 
     @cached_property
+    def contests(self) -> list[Contest]:
+        """Those of the arena that are fought, with these epochs and data instead of their own."""
+        changes: Any = {k: v for k, v in (("epochs", self.epochs), ("data", self.data)) if v is not None}
+        names = self.study.matching(self.only)
+        return [replace(contest, **changes) for contest in self.study.contests if contest.name in names]
+
+    @cached_property
     def settings(self) -> Record:
-        """All that decides what comes out, as what JSON knows."""
+        """All that decides what comes out, as what JSON knows; rows and seeds of the arena may come bit by bit."""
+        if self.study.contests:
+            return {"epochs": self.epochs, "data": self.data}
         seeds = self.study.seeds if self.seeds is None else self.seeds
         recipes = [recipe.to_dict() for _, recipe in self.rows]
         return {"seeds": seeds, "every": self.every, "at_once": self.at_once, "recipes": recipes}
 
     def campaign(self, out: Path) -> Campaign:
         """Its folder."""
-        names = [row.recipe.name for row in self.study.rows]
-        own = (FIGURES, *(f"{name}{rest}" for name in names for rest in (".json", "-seed*.safetensors")))
+        own = (FIGURES, BOUTS, *(f"{n}{rest}" for n in self.study.names for rest in (".json", "-seed*.safetensors")))
         return Campaign(out, _STUDY, "ellzero.reproduction", "reproduction", own)
 
     def differences(self, head: Record) -> list[str]:
@@ -265,7 +286,7 @@ def reproduce(
         if name != study.name:
             raise StudyError(f"{str(out)!r} holds the study `{name}`; give another folder by `--out`")
     there = campaign.holds(asked.differences, resume=resume, fresh=fresh)
-    seeds = range(asked.settings["seeds"])
+    seeds = range(study.seeds if asked.seeds is None else asked.seeds)
     runs = [recipe.override(seed=seed) for _, recipe in asked.rows for seed in seeds]
     work = campaign.work(runs, load, fresh=fresh, at_once=asked.at_once, say=say)
     if fresh:
@@ -277,6 +298,8 @@ def reproduce(
         for record in computed:
             files.write(out / f"{record['name']}.json", record)
         return computed
+    if study.contests:
+        return fight(asked.contests, len(seeds), load, out, at_once=asked.at_once, say=say)
 
     done: dict[tuple[str, int], Record] = {}
     records: dict[str, Record] = {}
@@ -355,13 +378,11 @@ def _record(row: Row, recipe: Recipe, seeds: list[Record]) -> Record:
     """A row's record. Where its seeds come from more than one stack, and these from different commits or devices, it
     names them all.
     """
-    keys = dict.fromkeys(key for s in seeds for key in s["about"])
-    about = {key: dict.fromkeys(s["about"].get(key) for s in seeds) for key in keys}
     return {
         "row": row.label,
         "published": {"architecture": row.architecture, "error": row.error},
         "recipe": recipe.to_dict(),
-        **{k: next(iter(v)) if len(v) == 1 else ", ".join(map(str, v)) for k, v in about.items()},
+        **in_common([s["about"] for s in seeds]),
         "seeds": [{k: v for k, v in s.items() if k != "about"} for s in seeds],
     }
 
@@ -386,7 +407,8 @@ def stored(study: Study, out: Path, only: str = "*") -> tuple[list[Record], list
     if study.compute is not None:
         names = sorted(file.stem for file in out.glob("*.json") if file.name != _STUDY)
     else:
-        names = [recipe.name for _, recipe in study.recipes(only=only)]
+        wanted = study.matching(only)
+        names = [name for name in study.names if name in wanted]
     records, missing = [], []
     for name in names:
         file = out / f"{name}.json"

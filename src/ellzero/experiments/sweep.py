@@ -24,8 +24,8 @@ from ellzero.experiments import figures
 from ellzero.experiments.campaign import Campaign, CampaignError, Loader, Record, Say, counted, diverged, identity
 from ellzero.experiments.figures import Cost
 from ellzero.experiments.recipe import Recipe, differences, from_strings, in_words, refuse_idle
-from ellzero.experiments.statistics import interval, pareto
 from ellzero.experiments.store.provenance import provenance
+from ellzero.experiments.store.statistics import interval, pareto
 from ellzero.experiments.study import Row, cells
 from ellzero.experiments.train.building import COSTS
 from ellzero.experiments.train.watching import AbstractWatcher

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from ellzero.experiments import figures, networks
 from ellzero.experiments.recipe import Recipe
-from ellzero.experiments.statistics import interval, pareto
+from ellzero.experiments.store.statistics import interval, pareto
 from ellzero.page.charts import SERIES, Chart, axis, curve, dots, escaped, plus_minus, render, script_json
 from ellzero.page.collecting import COSTS, ERRORS, Cost, Finished, collect, label
 

@@ -6,7 +6,7 @@ A network registers itself in its own file, under the words that name it in a re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -21,6 +21,7 @@ class Network:
     name: str  # as typed, e.g. "wrn-28-10"
     title: str  # in a heading
     make: Callable[..., nn.Module]  # (classes: int, dropout: float = 0.0), with the weights that torch gives it
+    narrower: Callable[[int, float], nn.Module] | None = None  # (classes, share of every width), where there is such
     images: tuple[int, int, int] | None  # (C, H, W) of one; data sets of other images do not fit. None for any
     has_batch_norm: bool = False  # runs of such a network cannot be stacked
     has_dropout: bool = False  # whether `make` heeds its `dropout`
@@ -29,6 +30,13 @@ class Network:
     compiling: tuple[int, float]  # what compiling its step takes, in steps, and the share of a step that it saves
     test_batch: int  # how many test images it takes at once on a GPU; 0 for as many as in training
     own: bool = False  # whether it is the user's: its code may do anything
+
+
+def scaled_widths(widths: Sequence[int], share: float) -> list[int]:
+    """Widths times a share, in whole units, one at least."""
+    if not 0 < share <= 1:
+        raise ValueError(f"`share` must be in (0, 1], got {share}")
+    return [max(1, round(width * share)) for width in widths]
 
 
 _KNOWN: list[tuple[str, str, Callable[[re.Match[str]], Network | None]]] = []

@@ -8,18 +8,21 @@ from typing import final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ellzero.experiments.networks.facts import Network, register
+from ellzero.experiments.networks.facts import Network, register, scaled_widths
 
 
 @final
 class LeNet300(nn.Module):
-    """LeNet-300-100 (LeCun et al., 1998): a perceptron with 300 and 100 hidden units, 266,610 parameters."""
+    """LeNet-300-100 (LeCun et al., 1998): a perceptron with 300 and 100 hidden units, or a share of these; 266,610
+    parameters.
+    """
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, share: float = 1.0) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(784, 300)
-        self.fc2 = nn.Linear(300, 100)
-        self.fc3 = nn.Linear(100, classes)
+        first, second = scaled_widths((300, 100), share)
+        self.fc1 = nn.Linear(784, first)
+        self.fc2 = nn.Linear(first, second)
+        self.fc3 = nn.Linear(second, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images (N, 1, 28, 28), or of their pixels (N, 784)."""
@@ -31,14 +34,17 @@ class LeNet300(nn.Module):
 
 @final
 class LeNet5(nn.Module):
-    """LeNet-5 as Caffe has it: 20 and 50 maps, each pooled, then 500 units; 431,080 parameters, 2.293 M MACs."""
+    """LeNet-5 as Caffe has it: 20 and 50 maps, each pooled, then 500 units, or a share of these; 431,080 parameters,
+    2.293 M MACs.
+    """
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, classes: int = 10, share: float = 1.0) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 20, 5)
-        self.conv2 = nn.Conv2d(20, 50, 5)
-        self.fc1 = nn.Linear(50 * 4 * 4, 500)
-        self.fc2 = nn.Linear(500, classes)
+        first, second, hidden = scaled_widths((20, 50, 500), share)
+        self.conv1 = nn.Conv2d(1, first, 5)
+        self.conv2 = nn.Conv2d(first, second, 5)
+        self.fc1 = nn.Linear(second * 4 * 4, hidden)
+        self.fc2 = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images (N, 1, 28, 28)."""
@@ -49,12 +55,13 @@ class LeNet5(nn.Module):
         return logits
 
 
-def _register(name: str, title: str, make: Callable[[int], nn.Module]) -> None:
+def _register(name: str, title: str, make: Callable[..., nn.Module]) -> None:
     # What compiling takes and saves was seen on an H200, for a run alone; those of a stack save more.
     network = Network(
         name=name,
         title=title,
         make=lambda classes, dropout=0.0: make(classes),
+        narrower=make,
         images=(1, 28, 28),
         compiling=(20_000, 0.4),
         test_batch=10_000,

@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,13 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "command": _command(sys.argv),
     }
+
+
+def in_common(abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Where several results come from, as one: what differs, such as the device, names them all."""
+    keys = dict.fromkeys(key for about in abouts for key in about)
+    values = {key: dict.fromkeys(about.get(key) for about in abouts) for key in keys}
+    return {k: next(iter(v)) if len(v) == 1 else ", ".join(map(str, v)) for k, v in values.items()}
 
 
 def _commit() -> str | None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from ellzero.experiments.statistics import interval, pareto
+from ellzero.experiments.store.statistics import difference, interval, pareto
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10, 11, 12, 20, 40, 500])
@@ -21,6 +21,18 @@ def test_the_interval_is_students(n: int) -> None:
     low, high = stats.t.interval(0.95, n - 1, loc=statistics.fmean(values), scale=stats.sem(values))
     assert mean == pytest.approx((low + high) / 2)
     assert half == pytest.approx((high - low) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 2), (3, 3), (3, 5), (10, 4)])
+def test_the_interval_of_a_difference_is_welchs(n: int, m: int) -> None:
+    draw = torch.Generator().manual_seed(n + m)
+    left, right = (torch.randn(k, dtype=torch.float64, generator=draw).mul(k).tolist() for k in (n, m))
+    mean, half = difference(left, right)
+    low, high = stats.ttest_ind(left, right, equal_var=False).confidence_interval(0.95)
+    assert mean == pytest.approx((low + high) / 2)
+    assert half == pytest.approx((high - low) / 2, rel=1e-9)
+    assert difference([1.0, 1.0], [3.0, 3.0]) == (-2.0, 0.0)
+    assert math.isnan(difference([1.0], [3.0, 4.0])[1])
 
 
 def test_one_value_has_no_interval() -> None:

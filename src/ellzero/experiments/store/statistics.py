@@ -17,6 +17,23 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(stdtrit(count - 1, 0.975)) * statistics.stdev(values) / math.sqrt(count)
 
 
+def difference(left: Sequence[float], right: Sequence[float]) -> tuple[float, float]:
+    """Difference of two means, left − right, and half the width of its 95 % confidence interval (Welch's t); NaN where
+    one has a single value.
+    """
+    mean = statistics.fmean(left) - statistics.fmean(right)
+    if min(len(left), len(right)) < 2:
+        return mean, math.nan
+    from scipy.special import stdtrit
+
+    parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in (left, right)]
+    total = sum(part for part, _ in parts)
+    if total == 0:
+        return mean, 0.0
+    degrees = total**2 / sum(part**2 / count for part, count in parts)
+    return mean, float(stdtrit(degrees, 0.975)) * math.sqrt(total)
+
+
 def with_interval(values: Sequence[float], digits: str = ".2f") -> str:
     """Mean ± half the 95 % interval, as a table has it."""
     mean, half = interval(values)

@@ -1,0 +1,39 @@
+"""The fair fight: a learned budget against the simple things, at equal MACs, equal epochs and equal batches.
+
+    ellzero reproduce arena --device cuda --at-once 14
+    ellzero reproduce arena --device cuda --only 'lenet*' --resume
+    ellzero reproduce arena-split --device cuda --at-once 14      # settings are chosen by this one
+
+Three networks at 10, 20, 35 and 50 % of their dense MACs. All methods have one loop (SGD with momentum, cosine
+schedule, the same batches in the same order, nothing averaged) and the same epochs; dense training counts. Ours is a
+`Budget` with its defaults. Torch-Pruning (the package itself) prunes after half of the epochs and fine-tunes for the
+other half. `arena-split` tests on images that are held out of the training set: no setting is chosen by a test image.
+"""
+
+from ellzero.experiments.arena.contest import DENSE, Contest
+from ellzero.experiments.arena.showing import draw, says, table
+from ellzero.experiments.study import Study
+
+TARGETS = (0.1, 0.2, 0.35, 0.5)
+FAMILY = "stg"  # the other family of gates
+METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
+NETWORKS = {"lenet300": ("mnist", 20, 10_000), "lenet5": ("mnist", 20, 10_000), "resnet-56": ("cifar10", 40, 5_000)}
+
+
+def contests(split: bool) -> tuple[Contest, ...]:
+    """A contest for each network, share of the MACs and method, and the dense networks; the longest first."""
+    out = []
+    for network, (data, epochs, held_out) in reversed(NETWORKS.items()):
+        out.append(Contest(network, DENSE, 1.0, data, epochs, split * held_out))
+        for at_most in TARGETS:
+            out += [Contest(network, method, at_most, data, epochs, split * held_out) for method in METHODS]
+    return tuple(out)
+
+
+STUDY = Study(
+    "arena", "The arena, test error in percent", contests=contests(False), seeds=3, table=table, says=says, draw=draw
+)
+SPLIT = Study(
+    "arena-split", "The arena, error in percent on images held out of the training set", contests=contests(True),
+    seeds=3, table=table, says=says, draw=draw,
+)  # fmt: skip

@@ -1,0 +1,45 @@
+"""MACs of plain networks of linear layers and convolutions, for one image. It knows no gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@torch.no_grad()
+def macs(network: nn.Module, x: Tensor) -> int:
+    """As torch counts them, in evaluation; the network's mode stays."""
+    mode = network.training
+    with FlopCounterMode(display=False) as counter:
+        network.eval()(x[:1])
+    network.train(mode)
+    return int(counter.get_total_flops()) // 2
+
+
+@torch.no_grad()
+def counter(network: nn.Module, x: Tensor) -> Callable[[], int]:
+    """What counts them at any later time without a forward pass, while layers shrink in place: the size of a layer's
+    weight times the positions that it acts on.
+    """
+    positions: dict[Any, int] = {}
+
+    def see(layer: nn.Module, _: Any, out: Tensor) -> None:
+        positions[layer] = positions.get(layer, 0) + (out[0, 0].numel() if out.ndim == 4 else 1)
+
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    hooks = [layer.register_forward_hook(see) for layer in layers]
+    try:
+        macs(network, x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return partial(_total, positions)
+
+
+def _total(positions: dict[Any, int]) -> int:
+    return sum(int(layer.weight.numel()) * often for layer, often in positions.items())

@@ -1,0 +1,147 @@
+"""Contests fought: seed by seed, in several processes if asked for, and taken up again where they were interrupted.
+
+A folder has in `bouts/` a file for each seed of a contest that is finished, the networks that ours found, and a record
+for each contest with all its seeds. What is there is not trained again. What a contest does is not known here.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import final
+
+import torch
+
+from ellzero.experiments.arena.contest import Contest, Record
+from ellzero.experiments.data import Dataset
+from ellzero.experiments.store import records
+from ellzero.experiments.store.provenance import in_common
+
+BOUTS = "bouts"  # the folder
+
+
+@final
+class ArenaError(Exception):
+    """A process of the arena is gone; the message says so."""
+
+
+Job = tuple[Contest, int]
+Loader = Callable[[str], Dataset]
+_LOAD: list[Loader] = []  # of this process
+
+
+def fight(
+    contests: Sequence[Contest],
+    seeds: int,
+    load: Loader,
+    out: Path,
+    *,
+    at_once: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[Record]:
+    """Trains what is left of all contests, and gives a record for each.
+
+    Args:
+        contests: the rows.
+        seeds: of each, from 0.
+        load: gives the data set of a name; for several processes it must be picklable.
+        out: the folder.
+        at_once: processes that train at the same time.
+        say: is told what is done.
+    """
+    jobs = [(contest, seed) for contest in contests for seed in range(seeds)]
+    left = [job for job in jobs if not _file(out, *job).exists()]
+    _refuse_without_start(left, out)
+    if left:
+        say(f"{len(contests)} rows × {seeds} seeds: {len(jobs)} runs, {len(jobs) - len(left)} done before")
+    for number, ((contest, seed), record) in enumerate(_trained(left, load, out, at_once), 1):
+        records.write(_file(out, contest, seed), {**record, "at_once": at_once, "settings": contest.settings()})
+        kept = f"{record['error_last']:.2f} % error at {100 * record['macs']['kept']:.2f} % of the MACs"
+        say(f"{number} of {len(left)}: {contest.name}, seed {seed}: {kept}, {record['seconds_in_all']:.0f} s")
+    return [_recorded(contest, seeds, out) for contest in contests]
+
+
+def _file(out: Path, contest: Contest, seed: int) -> Path:
+    return out / BOUTS / f"{contest.name}-seed{seed}.json"
+
+
+def _found(out: Path, contest: Contest, seed: int) -> Path:
+    """The network that the contest leaves, or starts from."""
+    return out / BOUTS / f"{contest.needs or contest.name}-seed{seed}.safetensors"
+
+
+def _refuse_without_start(left: Sequence[Job], out: Path) -> None:
+    coming = {(contest.name, seed) for contest, seed in left}
+    for contest, seed in left:
+        ready = contest.needs is None or (contest.needs, seed) in coming or _found(out, contest, seed).exists()
+        if not ready:
+            raise ValueError(f"`--only` must match `{contest.needs}` too: `{contest.name}` starts from its networks")
+
+
+def _trained(left: Sequence[Job], load: Loader, out: Path, at_once: int) -> Iterator[tuple[Job, Record]]:
+    """What comes out, in the order in which it does; nobody starts before what it needs is there."""
+    out.joinpath(BOUTS).mkdir(parents=True, exist_ok=True)
+    ordered = sorted(left, key=lambda job: job[0].needs is not None)
+    if at_once == 1:
+        for contest, seed in ordered:
+            yield (contest, seed), contest.fought(seed, load(contest.data), _found(out, contest, seed))
+        return
+    threads = max(1, (os.cpu_count() or 1) // at_once)
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(at_once, _context(), initializer=_begin, initargs=(load, threads)) as pool:
+        running: dict[Future[Record], Job] = {}
+        try:
+            while ordered or running:
+                going_on = {(contest.name, seed) for contest, seed in (*ordered, *running.values())}
+                ready = [(c, seed) for c, seed in ordered if (c.needs, seed) not in going_on]
+                running |= {pool.submit(_bout, c, seed, _found(out, c, seed)): (c, seed) for c, seed in ready}
+                ordered = [job for job in ordered if job not in ready]
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
+        except BrokenProcessPool as error:
+            left_over = "a process that trained is gone, perhaps for want of memory: fewer `--at-once` need less"
+            raise ArenaError(f"{left_over}; what is finished is stored") from error
+        except BaseException:  # an interrupt too: nobody trains on for what nobody waits for
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.terminate()
+            raise
+
+
+def _context() -> BaseContext:
+    """How processes begin: as forks of one that has imported all and never saw a GPU; where there is no such, anew."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([Contest.__module__])
+    return context
+
+
+def _begin(load: Loader, threads: int) -> None:
+    torch.set_num_threads(threads)
+    _LOAD[:] = [load]
+
+
+def _bout(contest: Contest, seed: int, found: Path) -> Record:
+    return contest.fought(seed, _LOAD[0](contest.data), found)
+
+
+def _recorded(contest: Contest, seeds: int, out: Path) -> Record:
+    """A contest's record, written beside the others. Where its seeds come from different commits or devices, it names
+    them all.
+    """
+    read = [records.read(_file(out, contest, seed)) for seed in range(seeds)]
+    record = {
+        "row": contest.name,
+        "recipe": contest.settings(),
+        **in_common([bout["about"] for bout in read]),
+        "seeds": [{key: bout[key] for key in bout if key not in ("about", "settings")} for bout in read],
+    }
+    records.write(out / f"{contest.name}.json", record)
+    return record
