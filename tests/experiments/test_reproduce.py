@@ -97,7 +97,7 @@ def test_two_rows_of_one_name_are_refused() -> None:
 def test_a_study_trains_or_computes() -> None:
     with pytest.raises(ValueError, match="`rows` or `contests` to train, or something to `compute`"):
         study()
-    with pytest.raises(ValueError, match="`rows` to train or something to `compute`, and not both"):
+    with pytest.raises(ValueError, match="`rows` or `contests` to train, or something to `compute`"):
         study(Row("a", tiny("first")), compute=list)
 
 
