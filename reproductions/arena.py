@@ -11,12 +11,14 @@ other half. `arena-split` tests on images that are held out of the training set:
 """
 
 from ellzero.experiments.arena.contest import DENSE, Contest
+from ellzero.experiments.arena.ours import FAMILIES
 from ellzero.experiments.arena.showing import draw, says, table
 from ellzero.experiments.study import Study
 
 TARGETS = (0.1, 0.2, 0.35, 0.5)
 FAMILY = "stg"  # the other family of gates
 METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
+OTHERS = tuple(name for name in FAMILIES if name != FAMILY)  # to choose it by
 NETWORKS = {"lenet300": ("mnist", 20, 10_000), "lenet5": ("mnist", 20, 10_000), "resnet-56": ("cifar10", 40, 5_000)}
 
 
@@ -26,7 +28,8 @@ def contests(split: bool) -> tuple[Contest, ...]:
     for network, (data, epochs, held_out) in reversed(NETWORKS.items()):
         out.append(Contest(network, DENSE, 1.0, data, epochs, split * held_out))
         for at_most in TARGETS:
-            out += [Contest(network, method, at_most, data, epochs, split * held_out) for method in METHODS]
+            methods = METHODS + OTHERS * split
+            out += [Contest(network, method, at_most, data, epochs, split * held_out) for method in methods]
     return tuple(out)
 
 

@@ -60,26 +60,29 @@ def test_an_interrupted_fight_goes_on_seed_by_seed_to_the_same_records(
     expected = fight(ROWS, 2, nothing, tmp_path / "whole")
     names = [row.name for row in ROWS]
     assert sorted(whole) == sorted((name, seed) for name in names for seed in (0, 1))
-    assert whole[-2:] == [(names[0], 0), (names[0], 1)]  # the shape comes after what it starts from
+    assert [seed for _, seed in whole] == [0, 0, 0, 1, 1, 1]  # what is cut short has whole seeds
+    assert whole[2::3] == [(names[0], 0), (names[0], 1)]  # the shape comes after what it starts from
     first: list[Job] = []
     monkeypatch.setattr(Contest, "fought", pretended(first, fails=(names[2], 1)))
     with pytest.raises(KeyboardInterrupt):
         fight(ROWS, 2, nothing, tmp_path / "cut")
-    assert not list((tmp_path / "cut").glob("*.json"))  # no row is complete
+    assert len(first) == 4
+    complete = {name for name in names if {(name, 0), (name, 1)} <= set(first)}
+    assert {file.stem for file in (tmp_path / "cut").glob("*.json")} == complete == {names[1]}
     then: list[Job] = []
     monkeypatch.setattr(Contest, "fought", pretended(then))
     told: list[str] = []
     assert fight(ROWS, 2, nothing, tmp_path / "cut", say=told.append) == expected
     assert not set(first) & set(then)
     assert sorted(first + then) == sorted(whole)
-    assert told[0] == "3 rows × 2 seeds: 6 runs, 3 done before"
+    assert told[0] == "3 rows × 2 seeds: 6 runs, 4 done before"
     for row, record in zip(ROWS, expected, strict=True):
         assert records.read(tmp_path / "cut" / f"{row.name}.json") == record
         assert [s["error_last"] for s in record["seeds"]] == [len(row.name), len(row.name) + 0.1]
         assert (record["device"], record["torch"]) == ("CPU 0, CPU 1", "2")
         assert record["recipe"] == row.settings()
     assert fight(ROWS, 2, nothing, tmp_path / "cut", say=told.append) == expected  # nothing is left to do
-    assert len(told) == 4
+    assert len(told) == 3
     assert [r["seeds"][0]["at_once"] for r in expected] == [1, 1, 1]
 
 
@@ -189,7 +192,7 @@ def test_the_arena_has_twelve_cells_and_its_split_has_them_on_other_images() -> 
     assert arena.seeds >= 3
     assert all(c.held_out == 0 for c in arena.contests)
     assert all(c.held_out > 0 for c in split.contests)
-    assert [replace(c, held_out=0) for c in split.contests] == list(arena.contests)
+    assert set(arena.contests) < {replace(c, held_out=0) for c in split.contests}  # which has all families
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
@@ -54,7 +54,7 @@ def fight(
         at_once: processes that train at the same time.
         say: is told what is done.
     """
-    jobs = [(contest, seed) for contest in contests for seed in range(seeds)]
+    jobs = [(contest, seed) for seed in range(seeds) for contest in contests]  # what is cut short has whole seeds
     left = [job for job in jobs if not _file(out, *job).exists()]
     _refuse_without_start(left, out)
     if left:
@@ -63,6 +63,8 @@ def fight(
         records.write(_file(out, contest, seed), {**record, "at_once": at_once, "settings": contest.settings()})
         kept = f"{record['error_last']:.2f} % error at {100 * record['macs']['kept']:.2f} % of the MACs"
         say(f"{number} of {len(left)}: {contest.name}, seed {seed}: {kept}, {record['seconds_in_all']:.0f} s")
+        if all(_file(out, contest, other).exists() for other in range(seeds)):
+            _recorded(contest, seeds, out)
     return [_recorded(contest, seeds, out) for contest in contests]
 
 
@@ -86,21 +88,28 @@ def _refuse_without_start(left: Sequence[Job], out: Path) -> None:
 def _trained(left: Sequence[Job], load: Loader, out: Path, at_once: int) -> Iterator[tuple[Job, Record]]:
     """What comes out, in the order in which it does; nobody starts before what it needs is there."""
     out.joinpath(BOUTS).mkdir(parents=True, exist_ok=True)
-    ordered = sorted(left, key=lambda job: job[0].needs is not None)
+    waiting = list(left)
+
+    def next_ready(running: Iterable[Job]) -> Job | None:
+        """The first that waits for nobody, taken from those that wait."""
+        ahead = {(contest.name, seed) for contest, seed in (*waiting, *running)}
+        job = next((job for job in waiting if (job[0].needs, job[1]) not in ahead), None)
+        if job is not None:
+            waiting.remove(job)
+        return job
+
     if at_once == 1:
-        for contest, seed in ordered:
-            yield (contest, seed), contest.fought(seed, load(contest.data), _found(out, contest, seed))
+        while (job := next_ready(())) is not None:
+            yield job, job[0].fought(job[1], load(job[0].data), _found(out, *job))
         return
     threads = max(1, (os.cpu_count() or 1) // at_once)
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(at_once, _context(), initializer=_begin, initargs=(load, threads)) as pool:
         running: dict[Future[Record], Job] = {}
         try:
-            while ordered or running:
-                going_on = {(contest.name, seed) for contest, seed in (*ordered, *running.values())}
-                ready = [(c, seed) for c, seed in ordered if (c.needs, seed) not in going_on]
-                running |= {pool.submit(_bout, c, seed, _found(out, c, seed)): (c, seed) for c, seed in ready}
-                ordered = [job for job in ordered if job not in ready]
+            while waiting or running:
+                while len(running) < at_once and (job := next_ready(running.values())) is not None:
+                    running[pool.submit(_bout, *job, _found(out, *job))] = job
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
