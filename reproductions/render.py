@@ -23,6 +23,7 @@ PAGE = ROOT / "docs" / "reproduction.md"
 # Folder of results/: the study that it is of.
 TABLES = {
     "louizos2018-table1": "louizos2018-table1",
+    "louizos2018-rivals": "louizos2018-rivals",
     "gallego2021-table1": "gallego2021-table1",
     "gallego2021-init": "gallego2021-init",
     "gallego2021-extragradient": "gallego2021-extragradient",

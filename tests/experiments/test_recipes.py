@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ellzero.experiments import networks
 from ellzero.experiments.papers import RECIPES, get, load_toml
 from ellzero.experiments.recipe import FIELDS, Recipe, differences, from_strings, in_words
-from ellzero.experiments.recipe.fields import checked
+from ellzero.experiments.recipe.checking import checked
 from ellzero.experiments.train.building import where
 from ellzero.graph.tracing import trace
 
@@ -237,7 +237,7 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(text: str, message: str, tm
         ("network", "wrn-27-10", 'must be "lenet300"'),
         ("network", "wrn-4-1", 'must be "lenet300"'),
         ("data", "imagenet", 'must be "mnist", "mnist5k", "cifar10", "cifar100", MODULE:FUNCTION'),
-        ("init", 2018, 'must be "2018" or "2021"'),
+        ("init", 2018, 'must be "2017" or "2018" or "2021"'),
         ("placement", "weights", 'must be "shrinkable" or "per_layer" or "blocks"'),
         ("drop_rates", {}, "must be a number for each pattern"),
         ("drop_rates", 0.5, "must be a number for each pattern"),
@@ -366,8 +366,18 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
     for name in sorted({f.name for f in fields(Recipe)} - alone - others.keys()):
         value = getattr(base, name)
         others[name] = not value if isinstance(value, bool) else 7 if isinstance(value, int) else 0.125
-    digests = {base.override(**{name: value}).digest() for name, value in others.items()}
-    assert len(digests | {base.digest()}) == len(others) + 1
+    weighed = base.override(at_most=None, penalty=1.0, dual="auto")
+    noisy = weighed.override(gate="bc_gnj", per_example=True)
+    others |= {"estimator": "arm", "most_noise": {"*": 0.5}}
+    bases = {"penalty_after": weighed, "penalty_warmup": weighed, "weights_first": weighed, "most_noise": noisy}
+    bases |= {
+        "threshold": noisy,
+        "start": weighed.override(gate="stg"),
+        "estimator": weighed.override(gate="bernoulli"),
+    }
+    digests = {bases.get(name, base).override(**{name: value}).digest() for name, value in others.items()}
+    known = {each.digest() for each in (base, *bases.values())}
+    assert len(digests | known) == len(others) + len(known)
     assert base.override(name="b").digest() == base.digest()
     assert base.override(at_most=None, penalty=1).digest() != base.override(at_most=None, penalty=2).digest()
     # The first match counts, so the order does.

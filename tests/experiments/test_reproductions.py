@@ -23,6 +23,7 @@ FOLDER = ROOT / "reproductions"
 TRAINED = [
     "louizos2018-table1",
     "louizos2018-figure3",
+    "louizos2018-rivals",
     "gallego2021-table1",
     "gallego2021-figure1",
     "gallego2021-figure2",
@@ -56,12 +57,41 @@ def test_a_study_makes_its_table_and_figures_from_records_alone(name: str, tmp_p
     shown = study.table(records, "")
     assert len(list(shown.columns[0].cells)) > 0
     partial = records[:1]  # what `--only` or a reproduction on its way leaves
-    assert len(list(study.table(partial, "").columns[0].cells)) == 1
+    missing = (
+        len(study.rows) + 4 if name == "louizos2018-rivals" else 1
+    )  # it says what is not there, and has rows of L0
+    assert len(list(study.table(partial, "").columns[0].cells)) == missing
     if study.draw is not None:
         files = study.draw(records, tmp_path)
         assert all(f.stat().st_size > 0 for f in files)
         assert {f.suffix for f in files} == {".png", ".svg", ".txt"}
         study.draw(partial, tmp_path)
+
+
+def test_rows_of_the_other_methods_say_what_reproduces_and_what_was_not_run() -> None:
+    """Weights by hand: 512·114 + 114·72 + 72·10 and 25·3 + 25·3·12 + 192·500 + 500·10, as in Table 1."""
+    study, own = known()["louizos2018-rivals"], module("louizos2018_rivals")
+    assert own.weights((512, 114, 72)) == 67_296
+    assert own.weights((3, 12, 192, 500)) == 101_975
+    records = {r["recipe"]["name"]: r for r in json.loads(json.dumps(invented(study)))}
+    record = records["sparse-vd-mlp"]
+    for other in records.values():
+        other["recipe"]["epochs"] = 200
+    for seed in record["seeds"]:
+        seed |= {"architecture": {"fc1": 500, "fc2": 120, "fc3": 70}, "error_best": 1.7, "error_last": 1.9}
+    assert own.verdict(record) == "yes"
+    for seed in record["seeds"]:
+        seed |= {"architecture": {"fc1": 250, "fc2": 110, "fc3": 70}, "error_best": 2.1, "error_last": 2.3}
+    assert own.verdict(record) == "no: 0.53 × the weights, 0.3 points more error"
+    assert own.verdict(records["gl-mlp"]) == "nothing is published"
+    record["recipe"]["epochs"] = 3
+    assert own.verdict(record) == "a rehearsal of 3 epochs"
+    assert study.table is not None
+    shown = study.table([record], "")
+    cells = [list(column.cells) for column in shown.columns]
+    assert cells[2].count("not run yet") == len(study.rows) - 1
+    assert cells[0][-4:] == ["LeNet-5, L0 λ sep.", "LeNet-5, L0 λ=0.1/N", "MLP, L0 λ sep.", "MLP, L0 λ=0.1/N"]
+    assert cells[3][-4:] == ["yes"] * 4
 
 
 def test_rows_of_both_tables_have_the_published_numbers() -> None:

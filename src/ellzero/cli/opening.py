@@ -202,10 +202,10 @@ def size(network: nn.Module) -> int:
 def error_of(network: nn.Module, recipe: Recipe, dataset: Dataset) -> float:
     """What the recipe notes as the error: in percent of the test images, unless a loss or metric is the user's own."""
     network = network.to(dataset.device).eval()
-    standard, chunk = recipe.scaling == "standard", recipe.batch if recipe.facts.own else 1000
+    chunk = recipe.batch if recipe.facts.own else 1000
 
     def answer(x: Tensor) -> Tensor:
-        return cast(Tensor, network(dataset.inputs(x, standard=standard)))[None]
+        return cast(Tensor, network(dataset.scaled(x, recipe.scaling)))[None]
 
     return float(measured(recipe, dataset, answer, chunk))
 
@@ -219,7 +219,7 @@ def loading(recipe: Recipe, file: Path, images: Tensors) -> list[str]:
         module = recipe.network.partition(":")[0]
         made, rooms, imports = f"{recipe.network.replace(':', '.')}()", [], ["import ellzero", f"import {module}"]
     if images.train_x.dtype is torch.uint8 and images.train_x.ndim == 4:
-        scale = "" if recipe.scaling == "unit" else f", {images.mean}, {images.std}"
+        scale = "".join(f", {numbers}" for numbers in images.shift_and_scale(recipe.scaling))
         rooms, call = ["data", *rooms], f"logits = net(data.scaled(images{scale}))  # of bytes, (N, C, H, W)"
     imports += [f"from ellzero.experiments import {', '.join(rooms)}"] if rooms else []
     return [*imports, f"net = ellzero.load({made}, {json.dumps(file.as_posix())}).eval()", call]

@@ -112,9 +112,11 @@ def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
     copies += (2 if recipe.ema is not None else 0) + (4 if recipe.extra_gradient else 0)  # evaluation copies an average
     example = dataset.example(2)
     image, (count, tested) = activations(model, example), dataset.sizes
+    noisy = recipe.gate in ("sparse_vd", "bc_gnj", "bc_ghs")  # a parameter of its own for each weight
+    image *= 1 + recipe.per_example + noisy  # noise, and a second product in each layer
     draws = recipe.samples * (2 if recipe.extra_gradient else 1)
     units = sum(sum(p.shape[:2]) for p in parameters if p.dim() > 1)  # gates on all that a weight reads or writes
-    each = 4 * copies * sum(p.numel() for p in parameters)
+    each = 4 * copies * (1 + noisy) * sum(p.numel() for p in parameters)
     each += 2 * 2 * image * recipe.batch * recipe.samples  # and gradients; twice: a captured step has memory of its own
     each += image * min(tested, 10_000)  # that are looked at together
     each += 2 * (count // recipe.batch) * draws * units * 4 + 2 * 8 * count  # the noise and the order of an epoch

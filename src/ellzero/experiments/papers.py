@@ -88,6 +88,45 @@ def _papers() -> Iterable[Recipe]:
     yield lenet.override(name="gallego-lenet5-layers", at_most=layers)
 
 
+def _rivals() -> Iterable[Recipe]:
+    """The other methods of Table 1 of Louizos et al. (2018), each as its own authors train it, as far as that is known:
+    see `reproductions/louizos2018_rivals.py` for what is theirs and what is ours.
+    """
+    what = {"network": "lenet300", "data": "mnist", "placement": "per_layer", "scaling": "unit", "penalty": 1.0}
+    basis = Recipe.from_dict({"name": "rival", **what, "epochs": 200, "lr": 1e-3, "batch": 100})
+    each = {"gate": "sparse_vd", "per_example": True, "init": "2017", "penalty_after": 0.025, "penalty_warmup": 0.075}
+    yield basis.override(name="sparse-vd-mlp", **each, linear_after=0.5)
+    yield basis.override(name="sparse-vd-lenet5", network="lenet5", **each, linear_after=0.0)
+
+    bayes = basis.override(gate="bc_gnj", per_example=True, scaling="signed", penalty_warmup=0.5, ema=0.999)
+    first, conv = {"fc1.weight": 0.2, "fc1.bias": 0.2}, {"conv1.weight": 0.5, "conv1.bias": 0.5}
+    by_eye = {"fc1": -2.8, "fc2": -3.0, "fc3": -5.0}  # of their tutorial, which has no convolutions
+    yield bayes.override(name="bc-gnj-mlp", most_noise=first, threshold=by_eye)
+    yield bayes.override(name="bc-gnj-lenet5", network="lenet5", most_noise=conv)
+    horseshoe = bayes.override(gate="bc_ghs")
+    yield horseshoe.override(name="bc-ghs-mlp", most_noise=first, threshold={"fc1": 1.5, "*": 2.0})
+    yield horseshoe.override(name="bc-ghs-lenet5", network="lenet5", most_noise=conv)
+
+    sgd = {"optimizer": "sgd", "momentum": 0.9, "milestones": (120, 160), "decay": 0.1}
+    lasso = basis.override(gate="group_lasso", lr=0.01, **sgd)
+    yield lasso.override(name="gl-mlp", penalty=3.0)  # λ = 5e-5·√|g|
+    # λ = 0.005 for each map, as in the authors' example: c·√|g|/N, |g| = 26 and 501
+    yield lasso.override(name="gl-lenet5", network="lenet5", penalty={"conv1": 58.8, "conv2": 13.4})
+
+    sbp = basis.override(gate="sbp", gate_lr=1e-3, batch=128, weights_first=0.1, linear_after=0.5)
+    yield sbp.override(name="sbp-mlp")
+    yield sbp.override(name="sbp-lenet5", network="lenet5")
+
+    rates = {"drop_rates": {"*": 0.368}, "gate_lr": 1e-2, "milestones": (100, 140), "decay": 0.1, "weights_first": 0.1}
+    gd = basis.override(gate="generalized_dropout", per_example=True, l2=1e-4, detach_l2=True, **rates)
+    yield gd.override(name="gd-mlp")
+    yield gd.override(name="gd-lenet5", network="lenet5")
+
+    dropout = basis.override(gate="dropout", per_example=True, penalty=0.0)
+    yield dropout.override(name="dropout-mlp", drop_rates={"fc1": 0.2, "*": 0.5})
+    yield dropout.override(name="dropout-lenet5", network="lenet5", drop_rates={"conv*": 0.2, "*": 0.5})
+
+
 def _wide() -> Iterable[Recipe]:
     """WRN-28-10 on CIFAR, gates on the hidden layer of each block.
 
@@ -142,4 +181,4 @@ def _budgets() -> Iterable[Recipe]:
     yield lenet.override(name="demo", data="mnist5k", at_most=0.2, **short)
 
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*_budgets(), *_papers(), *_wide())}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*_budgets(), *_papers(), *_rivals(), *_wide())}

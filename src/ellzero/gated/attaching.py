@@ -39,6 +39,7 @@ def attach(
     axes: Sequence[Axis] | None = None,
     graph: Graph | None = None,
     limit: float = 600.0,
+    per_example: bool = False,
 ) -> Gated:
     """Finds what can shrink in `model` and puts gates on it.
 
@@ -53,6 +54,8 @@ def attach(
         axes: axes by hand, for a model that `torch.export` cannot trace; `macs` has no meaning then.
         graph: `another.graph`, of the same network with other numbers in it, which need not be traced again.
         limit: seconds that tracing may take.
+        per_example: whether noise is drawn for each example of a batch, that on weights by local reparametrisation, and
+            not once for all; in linear layers and convolutions alone, and not in a graph that torch compiles.
 
     Returns:
         A `Gated`: call it instead of the model.
@@ -80,7 +83,7 @@ def attach(
         warnings.warn(f"with {' and with '.join(graph.turns)} {what}", stacklevel=2)
     gates = [_make(gate, p) for p in placements]
     _refuse_idle_patterns(gate, placements)
-    return Gated(model, graph, placements, gates, inputs)
+    return Gated(model, graph, placements, gates, inputs, per_example)
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ellzero.gated.alive import liveness
+from ellzero.gated.base import local
 from ellzero.gated.base.asking import Asking
 from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.grouping import grouped
@@ -46,6 +47,7 @@ class Gated(Asking):
         present: the placements as they lie on the tensors that the model has now.
         gates: the gate modules, by name ("." written as "/", and one behind a name that torch keeps, as "keys/").
         fixed, drawn, noisy: see `Fixing`.
+        per_example: whether a forward in training draws for each example of the batch, and not once for all.
         gate_lr: the rate of the gates in `param_groups` where none is named; a `Budget` sets it.
         memo: what costs worked out about this network once, emptied when it moves.
     """
@@ -57,6 +59,7 @@ class Gated(Asking):
         placements: Sequence[Placement],
         gates: Sequence[AbstractGate],
         example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
+        per_example: bool = False,
     ) -> None:
         super().__init__()
         names = [p.name for p in placements]
@@ -75,6 +78,9 @@ class Gated(Asking):
         self.gate_lr: float | None = None
         self._assumed: Tensor | None = None
         self._aim()
+        self.per_example = per_example
+        if per_example:
+            local.refuse_unfit(model, self._targets, self.placements, self._gates())
         self.training = model.training
         self.show()
 
@@ -184,18 +190,32 @@ class Gated(Asking):
 
         Args:
             *args: the model's own arguments.
-            gate_noise: uniform noise for the draw, flat, one entry per gate; from torch's generator if `None`.
+            gate_noise: uniform noise for the draw, flat, one entry per gate; from torch's generator if `None`, and
+                then for each example where gates are so attached (`per_example`).
             **kwargs: the model's own keyword arguments.
         """
-        gates = self._gates()
+        gates, draws = self._gates(), self.training and not self.fixed
+        if draws and self.per_example and gate_noise is None:
+            return self._for_each(args, kwargs)
         if gate_noise is not None and gate_noise.shape != (n := self.liveness.size,):
             raise ValueError(f"`gate_noise` must have shape ({n},), one entry per gate, got {tuple(gate_noise.shape)}")
-        z, added = (values(gates), None) if self.fixed or not self.training else self._drawn(gate_noise)
+        z, added = self._drawn(gate_noise) if draws else (values(gates), None)
         if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
             held = {name: target.holders for name, target in self._targets.items()}
             weights = {".".join(path): w for name, w in self.gated_weights(z, added).items() for path in held[name]}
             return functional_call(self.model, weights, args, kwargs, tie_weights=False)
-        with in_place(self.model, self._targets, z, self.tables, added):
+        with in_place(self.model, self._targets, lambda _, w, target: multiplied(w, target, z, self.tables, added)):
+            return self.model(*args, **kwargs)
+
+    def _for_each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward with noise of its own for each example."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("noise for each example (`per_example`) cannot be compiled: compile without it, or not")
+        self.drawn = self.noisy = True
+        draws = local.drawn(self._gates(), local.examples_in(args, kwargs))
+        with in_place(
+            self.model, self._targets, lambda name, w, target: local.noisy(name, w, target, draws, self.tables)
+        ):
             return self.model(*args, **kwargs)
 
     def _drawn(self, gate_noise: Tensor | None) -> tuple[list[Tensor], list[Tensor | None] | None]:

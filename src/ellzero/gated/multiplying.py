@@ -6,7 +6,7 @@ looks for its weights and takes them out again. This file knows drawn gates as t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
@@ -80,9 +80,9 @@ def multiplied(
     """
     product: Tensor | None = None
     for part in target.factors:
-        factor, noise = _laid_out(z[part.number], part, tables, 1.0), None if added is None else added[part.number]
+        factor, noise = laid_out(z[part.number], part, tables, 1.0), None if added is None else added[part.number]
         if noise is not None:
-            weight = weight * factor.to(weight.dtype) + _laid_out(noise, part, tables, 0.0).to(weight.dtype)
+            weight = weight * factor.to(weight.dtype) + laid_out(noise, part, tables, 0.0).to(weight.dtype)
         else:
             product = factor if product is None else product * factor
     if product is None:
@@ -90,13 +90,18 @@ def multiplied(
     return weight * (product if product.dtype == weight.dtype else product.to(weight.dtype))
 
 
-def _laid_out(gates: Tensor, part: Factor, tables: Mapping[str, Tensor], elsewhere: float) -> Tensor:
-    """What belongs to gates, as it broadcasts against the weight."""
+def laid_out(
+    gates: Tensor, part: Factor, tables: Mapping[str, Tensor], elsewhere: float, lead: int = 0
+) -> Tensor:  # fmt: skip
+    """What belongs to gates, as it broadcasts against the weight; `lead` dimensions before the gates' own stay."""
+    before = gates.shape[:lead]
     if part.table is not None:
-        gates = torch.cat([gates.reshape(-1), gates.new_full((1,), elsewhere)])[tables[part.table]]
+        flat = gates.reshape(*before, -1)
+        gates = torch.cat([flat, gates.new_full((*before, 1), elsewhere)], -1)[..., tables[part.table]]
     elif part.repeats > 1:
-        gates = gates.reshape(-1, 1).expand(-1, part.repeats)
-    return gates if gates.shape == part.shape else gates.reshape(part.shape)
+        gates = gates.reshape(*before, -1, 1).expand(*before, -1, part.repeats)
+    shape = (*before, *part.shape)
+    return gates if gates.shape == shape else gates.reshape(shape)
 
 
 @torch.no_grad()
@@ -111,13 +116,9 @@ def multiply_into(
 
 @contextmanager
 def in_place(
-    model: nn.Module,
-    targets: Mapping[str, Target],
-    z: Sequence[Tensor],
-    tables: Mapping[str, Tensor],
-    added: Sequence[Tensor | None] | None = None,
+    model: nn.Module, targets: Mapping[str, Target], make: Callable[[str, Tensor, Target], Any]
 ) -> Iterator[None]:
-    """Puts the gated weights where the model looks for its own, and puts these back in the end.
+    """Puts what `make` makes of gated weights where the model looks for its own, and puts these back in the end.
 
     What `torch.func.functional_call` does, for the few weights that change: it walks all parameters at each call.
     """
@@ -142,7 +143,7 @@ def in_place(
                         "(replaced, resized or sharded since?); attach again"
                     )
                 if weight is None:
-                    weight = multiplied(own, target, z, tables, added)
+                    weight = make(name, own, target)
                 put.append((module._parameters, key, own))
                 module._parameters[key] = weight
         yield

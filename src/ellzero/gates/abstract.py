@@ -14,6 +14,8 @@ from typing import ClassVar, Protocol, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from ellzero.gates.formulas import normal
+
 Phi: TypeAlias = tuple[Tensor, ...]
 _GOLDEN = (math.sqrt(5) - 1) / 2
 AJAR = 0.1  # the test-time value of a gate that `open_` opens: the network changes by little
@@ -55,7 +57,7 @@ class AbstractGate(nn.Module, ABC):
     Attributes:
         sees_weights: whether the family asks for `members`, which `attach` then gives it.
         per_weight: whether there must be a gate for each weight (`l0.weights`).
-        adds: whether the gates add noise to their weights too (`added_from`).
+        adds: whether the gates add noise to their weights (`spread_from`); then no noise is in what they multiply by.
         acts_after_steps: whether `after_step` does anything.
         needs_loss: whether the gates learn from the value of the loss (`objectives.estimated_backward`).
         rate_ratio: the gates' learning rate as a multiple of the weights', where nobody names one.
@@ -130,8 +132,8 @@ class AbstractGate(nn.Module, ABC):
         """
         return self.prob_from(phi)
 
-    def added_from(self, phi: Phi, u: Tensor) -> Tensor:
-        """What a draw adds to each weight, of gates that have noise for single weights."""
+    def spread_from(self, phi: Phi) -> Tensor:
+        """The standard deviation of the Gaussian noise on each weight, of gates that have noise for single weights."""
         raise NotImplementedError(f"{type(self).__name__} adds nothing to weights")
 
     def after_step(self, step: float | Tensor | None) -> None:
@@ -229,15 +231,16 @@ def check_mask(where: Tensor, shape: torch.Size) -> None:
         )
 
 
-def noise(gates: Sequence[AbstractGate]) -> Tensor:
-    """Uniform noise for one draw of all gates, in float32, flat, in the order of the sequence.
+def noise(gates: Sequence[AbstractGate], draws: int | None = None) -> Tensor:
+    """Uniform noise for one draw of all gates, in float32, flat, in the order of the sequence; or for several, by row.
 
     It comes from torch's default generator of the gates' device. In a process group of several ranks, rank r uses
     (u + 0.618…·r) mod 1, a rotation by the golden ratio, which is uniform still: ranks that were seeded alike then draw
     different gates, as minibatches in parallel should (Louizos et al., section 4.2).
     """
     device = gates[0].phi()[0].device if gates else None
-    u = torch.rand(sum(gate.shape.numel() for gate in gates), device=device, dtype=torch.float32)
+    size = sum(gate.shape.numel() for gate in gates)
+    u = torch.rand(size if draws is None else (draws, size), device=device, dtype=torch.float32)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         shift = torch.distributed.get_rank() * _GOLDEN % 1.0
         if shift:
@@ -250,10 +253,11 @@ def draw(gates: Sequence[AbstractGate], u: Tensor | None = None) -> list[Tensor]
 
     Args:
         gates: the gates, of any families.
-        u: flat uniform noise with one entry per gate, in the order of the sequence; None draws it with `noise`.
+        u: flat uniform noise with one entry per gate, in the order of the sequence; None draws it with `noise`. More
+            than one row, (draws, gates), is as many draws.
 
     Returns:
-        One tensor per gate module, of its shape, in float32 (float64 where φ is).
+        One tensor per gate module, of its shape (behind the number of draws), in float32 (float64 where φ is).
 
     Raises:
         ValueError: if `u` has another shape.
@@ -266,7 +270,7 @@ def draw(gates: Sequence[AbstractGate], u: Tensor | None = None) -> list[Tensor]
     """
     if u is None:
         u = noise(gates)
-    elif u.shape != (total := sum(gate.shape.numel() for gate in gates),):
+    elif u.ndim not in (1, 2) or u.shape[-1] != (total := sum(gate.shape.numel() for gate in gates)):
         raise ValueError(f"`u` must have shape ({total},), one entry per gate, got {tuple(u.shape)}")
     return together(gates, lambda gate, phi, u: gate.sample_from(phi, u), u)
 
@@ -274,8 +278,10 @@ def draw(gates: Sequence[AbstractGate], u: Tensor | None = None) -> list[Tensor]
 def additions(gates: Sequence[AbstractGate], u: Tensor) -> list[Tensor | None]:
     """What each gate adds to its weights, from the noise that `draw` was given; `None` of gates that only multiply."""
     parts = u.split_with_sizes([gate.shape.numel() for gate in gates])
-    pairs = zip(gates, parts, strict=True)
-    return [gate.added_from(gate.phi(), part.view(gate.shape)) if gate.adds else None for gate, part in pairs]
+    return [
+        gate.spread_from(gate.phi()) * normal(part.view(gate.shape)) if gate.adds else None
+        for gate, part in zip(gates, parts, strict=True)
+    ]
 
 
 def values(gates: Sequence[AbstractGate]) -> list[Tensor]:
@@ -311,19 +317,21 @@ def together(gates: Sequence[AbstractGate], f: Callable[..., Tensor], u: Tensor 
     if len(set(kinds)) == 1:
         parts = _split(_alike(gates, phis, f, u), sizes)
     else:
-        pieces = None if u is None else u.split_with_sizes(sizes)
+        pieces = None if u is None else u.split_with_sizes(sizes, -1)
         found: dict[int, Tensor] = {}
         for kind in dict.fromkeys(kinds):
             members = [i for i, other in enumerate(kinds) if other == kind]
-            u_here = None if pieces is None else torch.cat([pieces[i] for i in members]).to(phis[members[0]][0].device)
+            home = phis[members[0]][0].device
+            u_here = None if pieces is None else torch.cat([pieces[i] for i in members], -1).to(home)
             result = _alike([gates[i] for i in members], [phis[i] for i in members], f, u_here)
             found.update(zip(members, _split(result, [sizes[i] for i in members]), strict=True))
         parts = [found[i] for i in range(len(gates))]
-    return [z if len(gate.shape) == 1 else z.view(gate.shape) for gate, z in zip(gates, parts, strict=True)]
+    pairs = zip(gates, parts, strict=True)
+    return [z if len(gate.shape) == 1 else z.reshape(*z.shape[:-1], *gate.shape) for gate, z in pairs]
 
 
 def _split(together: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return together.split_with_sizes(sizes) if len(sizes) > 1 else [together]
+    return together.split_with_sizes(sizes, -1) if len(sizes) > 1 else [together]
 
 
 def _alike(gates: Sequence[AbstractGate], phis: Sequence[Phi], f: Callable[..., Tensor], u: Tensor | None) -> Tensor:

@@ -67,7 +67,7 @@ def estimated_backward(gated: Gated, loss: Callable[[Tensor], Tensor], noise: Te
         turned = {
             name: 1 - u if name in learning and learning[name].estimator.antithetic else u for name, u in parts.items()
         }
-        with torch.no_grad(), _still_statistics(gated.model):
+        with torch.no_grad(), still_statistics(gated.model):
             mirrored = loss(torch.cat([u.reshape(-1) for u in turned.values()])).detach()
     for name, gate in learning.items():
         gate.learn_(parts[name], value.detach(), mirrored)
@@ -75,7 +75,7 @@ def estimated_backward(gated: Gated, loss: Callable[[Tensor], Tensor], noise: Te
 
 
 @contextmanager
-def _still_statistics(model: nn.Module) -> Iterator[None]:
+def still_statistics(model: nn.Module) -> Iterator[None]:
     """Lets batch norm use the batch's statistics, and remember nothing of them."""
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
     for norm in norms:

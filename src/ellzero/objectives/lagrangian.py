@@ -65,6 +65,7 @@ class Lagrangian:
         goal: ε, (runs, constraints); 1 where a run has fewer constraints than others: that one always holds.
         dual: how the multipliers move.
         warmup: how the targets come down to `goal`; at once if None.
+        rising: which prices rise from zero, (parts,), after how many steps they begin to, and in how many they do.
 
     Attributes:
         multiplier: λ, (runs, constraints).
@@ -72,8 +73,15 @@ class Lagrangian:
     """
 
     def __init__(
-        self, prices: Tensor, member: Tensor, goal: Tensor, dual: AbstractDual, warmup: AbstractWarmup | None = None
+        self,
+        prices: Tensor,
+        member: Tensor,
+        goal: Tensor,
+        dual: AbstractDual,
+        warmup: AbstractWarmup | None = None,
+        rising: tuple[Tensor, float, float] | None = None,
     ) -> None:
+        self.rising = rising if rising is not None and sum(rising[1:]) > 0 else None
         self.prices, self.member, self.goal, self.dual, self.warmup = prices, member, goal, dual, warmup
         self.multiplier = torch.zeros_like(goal)
         self.memory = {name: torch.zeros_like(goal) for name in dual.memory}
@@ -85,7 +93,16 @@ class Lagrangian:
     def __call__(self, cost: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
         """What is added to the loss of every run, and the gaps."""
         seen = self.gaps(cost, clock)
-        return weighted(self.prices, cost) + weighted(self.multiplier, seen), seen
+        return weighted(self.prices_at(clock), cost) + weighted(self.multiplier, seen), seen
+
+    def prices_at(self, clock: Tensor) -> Tensor:
+        """The prices in force after `clock` steps."""
+        if self.rising is None:
+            return self.prices
+        which, after, steps = self.rising
+        # Without steps to rise in, the price is there in the first one after those without.
+        share = (clock - after + (0 if steps else 1)).div(steps or 1).clamp(0, 1)
+        return torch.where(which, self.prices * share, self.prices)
 
     def ascend(self, violation: Tensor, clock: Tensor, first: bool) -> None:
         """Moves the multipliers along the gaps that were seen."""

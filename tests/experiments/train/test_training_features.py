@@ -94,7 +94,11 @@ DENSE: dict[str, Any] = {"at_most": None, "placement": None}
         (DENSE, {"drop_rates": {"*": 0.1}}, "`drop_rates` changes nothing without gates (`placement`)"),
         ({}, {"momentum": 0.5}, '`momentum` changes nothing but with `optimizer` "sgd"'),
         ({}, {"decay": 0.1}, "`decay` changes nothing without `milestones`"),
-        ({}, {"decay_gates": False}, "`decay_gates` changes nothing without gates, and `milestones` or `cosine`"),
+        (
+            {},
+            {"decay_gates": False},
+            "`decay_gates` changes nothing without gates, and `milestones`, `cosine` or `linear_after`",
+        ),
         ({}, {"l2_gated_factor": 2.0}, "`l2_gated_factor` changes nothing without gates and `l2`"),
         (DENSE | {"l2": 0.1}, {"l2_gated_factor": 2.0}, "`l2_gated_factor` changes nothing without gates and `l2`"),
         ({}, {"detach_l2": True}, "`detach_l2` changes nothing without gates and `l2`"),

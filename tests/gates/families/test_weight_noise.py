@@ -145,7 +145,7 @@ def test_the_slope_in_the_weights_has_no_noise_in_it() -> None:
     (own,) = torch.autograd.grad(functional_call(gated.model.layers[0], {"weight": weight}, x).sum(), weight)  # type: ignore[index]
     gate: Any = dict(gated.named_gates())["layers.0.weight"]
     u = torch.rand(gate.shape, dtype=torch.float64)
-    noisy = weight * gate.sample(u) + gate.added_from(gate.phi(), u)
+    noisy = weight * gate.sample(u) + gate.spread_from(gate.phi()) * Normal(0.0, 1.0).icdf(u)
     (slope,) = torch.autograd.grad(functional_call(gated.model.layers[0], {"weight": noisy}, x).sum(), weight)  # type: ignore[index]
     assert_same(slope, own)
 

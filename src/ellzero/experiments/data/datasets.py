@@ -77,11 +77,19 @@ class Dataset(ABC):
         """As a network takes them: bytes as numbers in [0, 1], those of images with mean 0 and deviation 1 if
         `standard`; everything else as it is.
         """
+        return self.scaled(x, "standard" if standard else "unit")
+
+    def scaled(self, x: Tensor, scaling: str) -> Tensor:
+        """The same by the word of a recipe: "unit", "standard", or "signed" for images in [−1, 1]."""
         if x.dtype is not torch.uint8:
             return x
         if x.ndim != 4:
             return x.to(torch.float32).div_(255)
-        return scaled(x, *((self.mean, self.std) if standard else ()))
+        return scaled(x, *self.shift_and_scale(scaling))
+
+    def shift_and_scale(self, scaling: str) -> tuple[Sequence[float], ...]:
+        """What `scaled` is given for images: mean and deviation of each channel; nothing for "unit"."""
+        return {"unit": (), "signed": ((0.5,), (0.5,)), "standard": (self.mean, self.std)}[scaling]
 
     def record(self) -> dict[str, Any]:
         """What a run stores, to know the data again, and to do without them."""

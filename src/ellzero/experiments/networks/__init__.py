@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 
 from ellzero.experiments.networks.facts import Network, find, lookup, names
-from ellzero.experiments.networks.initialization import initialize_2018, initialize_2021
+from ellzero.experiments.networks.initialization import initialize_2017, initialize_2018, initialize_2021
 from ellzero.experiments.networks.lenet import LeNet5, LeNet300
 from ellzero.experiments.networks.resnet import ResNet
 from ellzero.experiments.networks.wide_resnet import WideResNet
@@ -16,6 +16,6 @@ for _module in pkgutil.iter_modules(__path__):  # so that a file that is not exp
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "LeNet5", "LeNet300", "Network", "ResNet", "WideResNet", "find", "initialize_2018", "initialize_2021", "lookup",
-    "names",
+    "LeNet5", "LeNet300", "Network", "ResNet", "WideResNet", "find", "initialize_2017", "initialize_2018",
+    "initialize_2021", "lookup", "names",
 ]  # fmt: skip

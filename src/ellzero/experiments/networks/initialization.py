@@ -1,4 +1,4 @@
-"""How the weights of the papers' networks are initialised, by either paper; of any network, gated or not."""
+"""How the weights of the papers' networks are initialised, by the papers; of any network, gated or not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ from typing import Literal
 
 import torch
 from torch import Generator, nn
+
+
+def initialize_2017(model: nn.Module, generator: Generator | None = None) -> None:
+    """Draws the weights anew as Molchanov et al. (2017) do in their code: N(0, 0.01²), and every bias is 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.normal_(module.weight, 0.0, 0.01, generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.BatchNorm2d):
+            module.reset_parameters()
 
 
 def initialize_2018(model: nn.Module, generator: Generator | None = None) -> None:

@@ -13,10 +13,15 @@ from typing import Any, Self, final
 from ellzero.experiments import networks
 from ellzero.experiments.data import KNOWN
 from ellzero.experiments.data.importing import is_code
-from ellzero.experiments.recipe.fields import Described, Fields, checked
+from ellzero.experiments.recipe.checking import Described, checked
+from ellzero.experiments.recipe.fields import Fields
 
 FIELDS = {f.name: Described(f) for f in fields(Fields)}
-_LATER = ("loss", "metric", "cosine", "gate")  # no part of a digest where they have their default: runs of before go on
+_LATER = (
+    "loss", "metric", "cosine", "gate", "estimator", "threshold", "start", "most_noise", "per_example",
+    "penalty_after", "penalty_warmup", "linear_after", "weights_first",
+)  # fmt: skip
+# They are no part of a digest where they have their default: runs of before go on.
 
 
 @final
@@ -89,12 +94,27 @@ class Recipe(Fields):
     @property
     def expects(self) -> bool:
         """Whether its gates have P(z ≠ 0), and so an expected cost."""
-        return self.gate not in ("sbp", "vib", "gnj")
+        return self.gate in ("hard_concrete", "stg", "bernoulli", "generalized_dropout", "dropout")
 
     @property
     def charges(self) -> bool:
         """Whether `penalty` weighs what the family of the gates charges itself, and not `l0_norm`."""
         return not self.expects or self.gate == "generalized_dropout"
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether its gates are 0 or 1, and learn by an estimator."""
+        return self.gate in ("bernoulli", "generalized_dropout")
+
+    @property
+    def has_threshold(self) -> bool:
+        """Whether the family of its gates compares with a number at test time."""
+        return self.gate not in ("hard_concrete", "stg", "dropout", "group_lasso")
+
+    @property
+    def falls(self) -> bool:
+        """Whether learning rates fall on the way."""
+        return self.cosine or bool(self.milestones) or self.linear_after is not None
 
     @property
     def projects(self) -> bool:
@@ -105,6 +125,11 @@ class Recipe(Fields):
     def settles(self) -> bool:
         """Whether the gates settle on the way."""
         return self.settle_at is not None and self.settle_at <= self.epochs
+
+    @property
+    def dense_epochs(self) -> int:
+        """The first epochs, in which weights train alone."""
+        return round(self.weights_first * self.epochs)
 
     @property
     def gate_epochs(self) -> int:

@@ -1,133 +1,29 @@
 """The fields of a recipe, each written once: type, range, default, sentence, and what it has to do with others.
 
 Checks, refusals, the help of the command line and TOML follow from here; what can be done with a recipe is not known.
-The check is our own: msgspec and pydantic say in their words what a value must be, and know no relations of fields.
 """
 
 import re
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, final, get_args, get_origin
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from ellzero.experiments import networks
 from ellzero.experiments.data import KNOWN
-from ellzero.experiments.data.importing import is_code
 from ellzero.experiments.data.own import WORDS, is_own
-
-
-@final
-@dataclass(frozen=True)
-class Range:
-    """Which values a field takes."""
-
-    words: str  # follow "must be"
-    accepts: Callable[[Any], bool]
-
-
-@final
-@dataclass(frozen=True)
-class Rule:
-    """What must hold between a field and others."""
-
-    holds: Callable[[Any], bool]  # of a recipe
-    words: str  # follow the field's name in the refusal; fields in braces are replaced by their values
-
-
-@final
-@dataclass(frozen=True)
-class Needs:
-    """Where a field acts; elsewhere it has its default."""
-
-    acts: Callable[[Any], bool]
-    words: str  # why it does not, as those of a `Rule`
-    strict: bool = False  # refuses every recipe with another value, and not only one that was set on purpose
-
-
-Positive = Annotated[float, Range("a positive number", lambda x: x > 0)]
-NotNegative = Annotated[float, Range("a number of at least 0", lambda x: x >= 0)]
-Rate = Annotated[float, Range("a number in [0, 1)", lambda x: 0 <= x < 1)]
-Inside = Annotated[float, Range("a number in (0, 1)", lambda x: 0 < x < 1)]
-Share = Annotated[float, Range("a fraction of the dense cost in (0, 1]", lambda x: 0 < x <= 1)]
-Count = Annotated[int, Range("an integer of at least 1", lambda n: n >= 1)]
-CountOrZero = Annotated[int, Range("an integer of at least 0", lambda n: n >= 0)]
-Epochs = tuple[Count, ...]
-Code = Annotated[str, Range("a function of your own, MODULE:FUNCTION", is_code)]
-_LARGEST = 1e30
-
-
-@final
-class Described:
-    """A field of type `Annotated[kind, ...]` with its sentence, and with `Range`, `Rule`s and `Needs` if any."""
-
-    def __init__(self, field: Field[Any]) -> None:
-        self.name, self.hint = field.name, field.type
-        kind, *told = get_args(field.type)
-        members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        self.sentence = next(t for t in told if isinstance(t, str))
-        self.rules = [t for t in told if isinstance(t, Rule)]
-        self.needs = [t for t in told if isinstance(t, Needs)]
-        self.nullable = NoneType in members
-        self.is_word = members[0] is str or get_origin(members[0]) is Literal
-        self.required = field.default is MISSING and field.default_factory is MISSING
-        self.default = field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def checked(hint: Any, name: str, value: Any) -> Any:
-    """The value in the type that the hint says, if it is what it must be: 1 becomes 1.0, a list a tuple."""
-    kind, parts, span = get_origin(hint) or hint, get_args(hint), Range("true or false", lambda _: True)
-    if kind is Annotated:
-        span = next((part for part in parts if isinstance(part, Range)), span)
-        hint = parts[0]
-        kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind in (Union, UnionType):  # one value, or one by pattern, or none
-        many = next((part for part in parts if get_origin(part) is dict), parts[0])
-        as_it_is = (value is None and NoneType in parts) or any(value in get_args(p) for p in parts if _is_literal(p))
-        return value if as_it_is else checked(many if isinstance(value, Mapping) else parts[0], name, value)
-    if kind is dict:
-        return _by_pattern(parts[1], name, value)
-    if kind is tuple:
-        return _rising(parts[0], name, value)
-    if kind is Literal:
-        kind, span = str, Range(" or ".join(f'"{option}"' for option in parts), parts.__contains__)
-    right = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    if kind is float:
-        right = right and abs(value) <= sys.float_info.max  # nan is not
-        if right and abs(value) > _LARGEST:
-            raise _refusal(name, f"at most {_LARGEST:g}, which single precision can multiply", value)
-    if not right or not span.accepts(value):
-        raise _refusal(name, span.words, value)
-    return float(value) if kind is float else value
-
-
-def _is_literal(hint: Any) -> bool:
-    return get_origin(hint) is Literal
-
-
-def _by_pattern(hint: Any, name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not value:
-        raise _refusal(name, "a number for each pattern", value)
-    for pattern in value:
-        if not isinstance(pattern, str) or not pattern or not pattern.isprintable():
-            raise ValueError(f"`{name}` must have patterns as keys, got {pattern!r}")
-    return {pattern: checked(hint, f'{name}["{pattern}"]', number) for pattern, number in value.items()}
-
-
-def _rising(hint: Any, name: str, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise _refusal(name, "a list of epochs such as [10]", value)
-    epochs = tuple(checked(hint, name, epoch) for epoch in value)
-    if list(epochs) != sorted(set(epochs)):
-        raise _refusal(name, "a list of rising epochs", value)
-    return epochs
-
-
-def _refusal(name: str, must: str, value: object) -> ValueError:
-    return ValueError(f"`{name}` must be {must}, got {value!r}")
-
-
-# ---------------------------------------------------------------- the table
+from ellzero.experiments.recipe.checking import (
+    Code,
+    Count,
+    CountOrZero,
+    Epochs,
+    Inside,
+    Needs,
+    NotNegative,
+    Positive,
+    Range,
+    Rate,
+    Rule,
+    Share,
+)
 
 _NAME = Range(
     'letters, digits, ".", "_" and "-", and begin with one of the first two',
@@ -145,6 +41,8 @@ _ON_GATES = Needs(_GATES.acts, _GATES.words)
 _ON_TARGET = Needs(_TARGET.acts, "without `at_most`")
 _ON_GATED_L2 = Needs(lambda r: r.placement is not None and r.l2 > 0, "without gates and `l2`")
 _BY_EQ_17 = Needs(lambda r: r.expects, "with `gate` {gate!r}: its weights have plain decay")
+_ON_PENALTY = Needs(lambda r: r.penalty is not None, "without `penalty`", strict=True)
+_PART = Range("a fraction of the epochs in [0, 1]", lambda x: 0 <= x <= 1)
 _AT_EVENTS = Needs(lambda r: bool(r.shrink_at), "without `shrink_at`")
 _TOO_LATE = "after the last of {epochs} epochs"
 
@@ -175,8 +73,9 @@ class Fields:
         "None for the percentage of wrong classes, or the loss where that is your own.",
     ] = None
     init: Annotated[
-        Literal["2018", "2021", "own"],
-        'how weights are drawn: as the paper of that year does, or "own" for as the network\'s own code does.',
+        Literal["2017", "2018", "2021", "own"],
+        'how weights are drawn: as the paper of that year does ("2017" is that of Sparse VD, N(0, 0.01²)), or "own" '
+        "for as the network's own code does.",
         Rule(
             lambda r: r.init == "own" or not r.facts.own,
             'must be "own" for {network!r}, whose code draws or loads its weights, got "{init}"',
@@ -198,11 +97,65 @@ class Fields:
         ),
     ] = "shrinkable"
     gate: Annotated[
-        Literal["hard_concrete", "stg", "bernoulli", "generalized_dropout", "sbp", "vib", "gnj"],
-        'the family of the gates: "hard_concrete", "stg", "bernoulli" (straight-through), "generalized_dropout", '
-        '"sbp", "vib" or "gnj"; `penalty` weighs what the last four charge; the last three take no `at_most`.',
+        Literal[
+            "hard_concrete", "stg", "bernoulli", "generalized_dropout", "dropout",
+            "sbp", "vib", "gnj", "bc_gnj", "bc_ghs", "sparse_vd", "group_lasso",
+        ],
+        'the family of the gates: "hard_concrete", "stg", "bernoulli", "generalized_dropout", "dropout", "sbp", "vib", '
+        '"gnj", "bc_gnj" or "bc_ghs" (noise on weights too), "sparse_vd" (noise on weights alone) or "group_lasso"; '
+        "`penalty` weighs what the family charges, but P(open) of the first three; those from \"sbp\" on take no "
+        "`at_most`.",
         _ON_GATES,
-    ] = "hard_concrete"
+        Rule(
+            lambda r: r.gate not in ("bc_gnj", "bc_ghs", "sparse_vd") or r.per_example or r.placement is None,
+            "{gate!r} must have `per_example` true: its noise on weights is drawn for each example",
+        ),
+        Rule(
+            lambda r: r.gate != "group_lasso" or r.optimizer == "sgd" or r.placement is None,
+            "'group_lasso' must have `optimizer` 'sgd', whose steps have one length for all weights, got {optimizer!r}",
+        ),
+    ] = "hard_concrete"  # fmt: skip
+    estimator: Annotated[
+        Literal["straight_through", "score", "ar", "arm"],
+        'how gates of "bernoulli" and "generalized_dropout", which are 0 or 1, learn: "straight_through", or from the '
+        'value of the loss by "score", "ar" or "arm".',
+        Needs(lambda r: r.is_binary, "with `gate` {gate!r}, which has a path for gradients", strict=True),
+        Needs(
+            lambda r: not (r.per_example or r.extra_gradient or r.samples > 1),
+            "with `per_example`, `samples` or `extra_gradient`: they learn from the loss of one draw",
+            strict=True,
+        ),
+    ] = "straight_through"
+    threshold: Annotated[
+        float | dict[str, float] | None,
+        'what the family compares with at test time, or {pattern = number}: log α at most ("vib", "gnj", '
+        '"bc_gnj", "sparse_vd"), −log of the mode at most ("bc_ghs"), the signal-to-noise ratio at least ("sbp"), '
+        'P(open) at least ("bernoulli", "generalized_dropout", one number). None for the family\'s own.',
+        _ON_GATES,
+        Needs(lambda r: r.has_threshold, "with `gate` {gate!r}, which has none", strict=True),
+        Rule(
+            lambda r: not (r.is_binary and isinstance(r.threshold, dict)),
+            "must be one number with `gate` {gate!r}, got {threshold}",
+        ),
+    ] = None
+    start: Annotated[
+        float | None,
+        'where gates begin: μ of "stg", log σ² of "sparse_vd". None for the family\'s own.',
+        _ON_GATES,
+        Needs(lambda r: r.gate in ("stg", "sparse_vd"), "with `gate` {gate!r}, which has its own", strict=True),
+    ] = None
+    most_noise: Annotated[
+        dict[str, Positive] | None,
+        'σ of the noise on weights at most, by the pattern of their names, of "bc_gnj" and "bc_ghs".',
+        _ON_GATES,
+        Needs(lambda r: r.gate in ("bc_gnj", "bc_ghs"), "with `gate` {gate!r}", strict=True),
+    ] = None
+    per_example: Annotated[
+        bool,
+        "whether noise is drawn for each image, that on weights by local reparametrisation, and not once for a batch.",
+        _ON_GATES,
+        Needs(lambda r: r.placement is None or not r.compile, "with `compile`, which does not know it", strict=True),
+    ] = False
     drop_rates: Annotated[
         dict[str, Inside],
         "p by the pattern of the gates' names, the first match counting; a gate begins at log α ≈ logit(1−p).",
@@ -221,6 +174,15 @@ class Fields:
         "or {pattern = c}. None without one.",
         _GATES,
     ] = None
+    penalty_after: Annotated[
+        float, _PART, "over which fraction of the epochs, from the first, the penalty is zero.", _ON_PENALTY
+    ] = 0.0
+    penalty_warmup: Annotated[
+        float,
+        _PART,
+        "over which fraction of the epochs it rises then, on a line; 0 for at once.",
+        _ON_PENALTY,
+    ] = 0.0
     cost: Annotated[
         Literal["l0_norm", "params", "macs"],
         'what the constraint bounds: "l0_norm", "params" or "macs".',
@@ -267,7 +229,7 @@ class Fields:
     nu: Annotated[float, Range("a number in (-1, 1)", lambda x: -1 < x < 1), 'the smoothing of "nupi".', _NUPI] = 0.0
     target_warmup: Annotated[
         float,
-        Range("a fraction of the epochs in [0, 1]", lambda x: 0 <= x <= 1),
+        _PART,
         "over which fraction of the epochs with gates that learn the target comes down from 1; 0 for at once.",
         _TARGET,
     ] = 0.0
@@ -303,12 +265,18 @@ class Fields:
         "whether learning rates fall to zero on a cosine over the epochs.",
         Needs(lambda r: r.finetune_epochs == 0, "with `finetune_epochs`, in which they fall anew", strict=True),
     ] = False
+    linear_after: Annotated[
+        Rate | None,
+        "after which fraction of the epochs learning rates begin to fall to zero on a line. None for no such fall.",
+        Needs(lambda r: r.finetune_epochs == 0, "with `finetune_epochs`, in which they fall anew", strict=True),
+        Needs(lambda r: not r.cosine, "with `cosine`, on which they fall", strict=True),
+    ] = None
     decay_gates: Annotated[
         bool,
         "whether the gates' learning rate decays too.",
         Needs(
-            lambda r: r.placement is not None and (r.cosine or bool(r.milestones)),
-            "without gates, and `milestones` or `cosine`",
+            lambda r: r.placement is not None and r.falls,
+            "without gates, and `milestones`, `cosine` or `linear_after`",
         ),
     ] = True
     l2: Annotated[
@@ -318,12 +286,23 @@ class Fields:
     detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _ON_GATED_L2, _BY_EQ_17] = False
     batch: Annotated[Count, "images in a batch."] = 100
     epochs: Annotated[Count, "with gates that learn."] = 200
+    weights_first: Annotated[
+        Rate,
+        "over which fraction of the epochs weights train alone at first, with gates as they begin, without noise.",
+        _GATES,
+        Rule(
+            lambda r: r.weights_first == 0 or r.dense_epochs < r.gate_epochs,
+            "must leave epochs for the gates before they settle, got {weights_first} of {epochs} epochs",
+        ),
+        Needs(lambda r: not r.shrink_at and r.at_most is None, "with `at_most` or `shrink_at`", strict=True),
+    ] = 0.0
     ema: Annotated[
         Inside | None,
         "decay of averaged parameters (bias-corrected) for evaluation, none without; begins anew where gates settle.",
     ] = None
     scaling: Annotated[
-        Literal["unit", "standard"], '"unit" for pixels in [0, 1], "standard" for mean 0 and deviation 1.'
+        Literal["unit", "signed", "standard"],
+        '"unit" for pixels in [0, 1], "signed" for [−1, 1], "standard" for mean 0 and deviation 1.',
     ] = "standard"
     augment: Annotated[bool, "whether images are padded by 4, cropped at random and mirrored."] = False
     samples: Annotated[Count, "L of eq. 9, draws of the gates for each batch.", _ON_GATES] = 1

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +38,29 @@ COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
 
 
 def where(recipe: Recipe) -> placements.Where:
-    """Where the gates of a recipe go, if it has any."""
-    if recipe.placement == "shrinkable":
-        return placements.shrinkable()
+    """Where the gates of a recipe go, if it has any: on units, or on single weights, or on both."""
     only = recipe.facts.blocks if recipe.placement == "blocks" else None
-    return placements.per_layer(only=only or "*")
+    units = placements.shrinkable() if recipe.placement == "shrinkable" else placements.per_layer(only=only or "*")
+    match recipe.gate:
+        case "sparse_vd":
+            return _weights
+        case "bc_gnj":
+            return lambda graph: [*units(graph), *_weights(graph), *_biases(graph)]
+        case "bc_ghs":
+            layers = placements.shared(units)
+            return lambda graph: [*units(graph), *layers(graph), *_weights(graph), *_biases(graph)]
+    return units
+
+
+def _weights(graph: Graph) -> list[placements.Placement]:
+    """One gate per weight of linear layers and convolutions."""
+    return [p for p in placements.weights("*")(graph) if len(p.shape) > 1]
+
+
+def _biases(graph: Graph) -> list[placements.Placement]:
+    """One gate per bias of the same layers."""
+    layers = [p.name.rpartition(".")[0] for p in _weights(graph)]
+    return [p for p in placements.weights("*")(graph) if p.name in [f"{layer}.bias" for layer in layers]]
 
 
 _TRACED: dict[tuple[type, str, torch.Size], Graph] = {}  # runs that differ in their numbers alone are traced once
@@ -58,15 +77,15 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
     fitting.refuse_unfit(recipe, model, dataset)
     gated = None
     if recipe.placement is not None:
-        makers = {pattern: _maker(recipe, rate) for pattern, rate in recipe.drop_rates.items()}
+        makers = _makers(recipe, biased=any(name.endswith(".bias") for name, _ in model.named_parameters()))
         x = dataset.example(2)
         alike = type(model), str(model), x.shape
         known = None if recipe.facts.own else _TRACED.get(alike)  # code of the user's need not show what differs
         with _brief():
-            gated = attach(model, (x,), gate=makers, where=where(recipe), graph=known)
+            gated = attach(model, (x,), gate=makers, where=where(recipe), graph=known, per_example=recipe.per_example)
         _TRACED[alike] = gated.graph
-    if recipe.init == "2018":
-        networks.initialize_2018(model)
+    if recipe.init in ("2017", "2018"):
+        (networks.initialize_2017 if recipe.init == "2017" else networks.initialize_2018)(model)
     elif recipe.init == "2021":
         # Gates of `per_layer` have the name of the layer whose weights make up for them; others belong to no one layer.
         names = [name for name, _ in gated.named_gates()] if gated and recipe.placement != "shrinkable" else []
@@ -74,17 +93,47 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
     return (gated or model).to(device)
 
 
-def _maker(recipe: Recipe, drop_rate: float) -> GateMaker:
-    """What makes the gates of a recipe that start from this rate, where their family has one."""
-    rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
-    families: dict[str, GateMaker] = {
-        "hard_concrete": partial(gates.HardConcreteGate, drop_rate=drop_rate, rule=rule),
-        "bernoulli": partial(gates.BernoulliGate, drop_rate=drop_rate),
-        "generalized_dropout": partial(gates.GeneralizedDropoutGate, drop_rate=drop_rate),
-        "stg": gates.STGGate,
+def _makers(recipe: Recipe, biased: bool) -> dict[str, GateMaker]:
+    """What makes the gates of a recipe, by the pattern of their names; `biased` says that the network has biases."""
+    noise: dict[str, GateMaker] = {}
+    if recipe.gate in ("bc_gnj", "bc_ghs"):
+        noise = {pattern: partial(gates.GaussianWeightGate, most=most) for pattern, most in _pairs(recipe.most_noise)}
+        noise |= dict.fromkeys(("*.weight", "*.bias")[: 1 + biased], gates.GaussianWeightGate)
+    match recipe.gate:
+        case "hard_concrete" | "bernoulli" | "generalized_dropout" | "dropout":
+            return {pattern: _from_rate(recipe, rate) for pattern, rate in recipe.drop_rates.items()}
+        case "stg":
+            return {"*": gates.STGGate if recipe.start is None else partial(gates.STGGate, start=recipe.start)}
+        case "group_lasso":
+            return {"*": gates.GroupLassoGate}
+        case "bc_ghs":
+            noise["*.shared"] = partial(gates.HalfCauchyGate, scale=1e-5, threshold=None)
+    family: Any = {
         "sbp": gates.SBPGate,
         "vib": gates.VIBGate,
         "gnj": gates.GNJGate,
+        "bc_gnj": gates.GNJGate,
+        "bc_ghs": gates.HalfCauchyGate,
+        "sparse_vd": gates.SparseVDGate if recipe.start is None else partial(gates.SparseVDGate, start=recipe.start),
+    }[recipe.gate]
+    units: dict[str, GateMaker] = {p: partial(family, threshold=t) for p, t in _pairs(recipe.threshold)}
+    return {**noise, **units, "*": units.get("*", family)}  # where no threshold is named, that of the family
+
+
+def _from_rate(recipe: Recipe, drop_rate: float) -> GateMaker:
+    """What makes gates that start from this rate, of the families that have one."""
+    rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
+    learns = {"score": gates.ScoreFunction(), "ar": gates.AR(), "arm": gates.ARM()}
+    binary: dict[str, Any] = {
+        "drop_rate": drop_rate,
+        "estimator": learns.get(recipe.estimator, gates.StraightThrough()),
+    }
+    binary |= {} if recipe.threshold is None else {"threshold": recipe.threshold}
+    families: dict[str, GateMaker] = {
+        "hard_concrete": partial(gates.HardConcreteGate, drop_rate=drop_rate, rule=rule),
+        "bernoulli": partial(gates.BernoulliGate, **binary),
+        "generalized_dropout": partial(gates.GeneralizedDropoutGate, **binary),
+        "dropout": partial(gates.DropoutGate, p=drop_rate),
     }
     return families[recipe.gate]
 
@@ -105,11 +154,13 @@ def _brief() -> Iterator[None]:
 def architecture(gated: Gated) -> dict[str, int]:
     """What is left in each place that has gates: the papers' "pruned architecture", e.g. 20-25-45-462.
 
-    A fully connected layer's inputs are counted where the layer still reads them, so only in maps that are open.
+    A fully connected layer's inputs are counted where the layer still reads them, so only in maps that are open. With
+    gates on single weights the places are those of `per_layer`: a unit is there as long as one of its weights is.
     """
     plan, graph = gated.plan(refuse=False), gated.graph
     out = {}
-    for placement in gated.placements:
+    on_weights = any(gate.per_weight for _, gate in gated.named_gates())
+    for placement in placements.per_layer()(graph) if on_weights else gated.placements:
         site, size = placement.multiplies[0], placement.shape[0]
         alone = len(placement.multiplies) == len(site.dims) == 1
         if alone and graph.shapes[site.tensor][site.dims[0]] == size:
@@ -143,6 +194,10 @@ def _by_pattern(value: float | Mapping[str, float] | None) -> dict[str, float]:
     return {} if value is None else dict(value) if isinstance(value, Mapping) else {"*": value}
 
 
+def _pairs(value: float | Mapping[str, float] | None) -> Iterable[tuple[str, float]]:
+    return _by_pattern(value).items()
+
+
 def gate_rate(recipe: Recipe, steps: int) -> float | None:
     """The learning rate of the gates, None for that of the weights, in so many steps in which they learn."""
     return min(FASTEST, TRAVEL / max(1, steps)) if recipe.gate_lr == "auto" else recipe.gate_lr
@@ -167,6 +222,12 @@ def warmup(recipe: Recipe, steps: int) -> duals.AbstractWarmup | None:
     if not recipe.target_warmup * steps:
         return None
     return (duals.GeometricWarmup if recipe.dual == "auto" else duals.LinearWarmup)(recipe.target_warmup * steps)
+
+
+def rise(recipe: Recipe, steps: int) -> tuple[float, float]:
+    """In a run of so many steps, those without a penalty at first, and those in which it rises."""
+    first = recipe.dense_epochs / recipe.gate_epochs
+    return max(recipe.penalty_after, first) * steps, recipe.penalty_warmup * steps
 
 
 def lagrangian(
@@ -204,7 +265,8 @@ def lagrangian(
             else:
                 member[run, g, parts.index((COSTS[recipe.cost], None if pattern == "*" else pattern))] = 1
     prices, member, goal = (t.to(device, torch.float32) for t in (prices, member, goal))
-    return Lagrangian(prices, member, goal, dual_optimizer(recipes[0], steps), warmup(recipes[0], steps))
+    rising = torch.tensor([cost not in NORMS for cost, _ in parts], device=device), *rise(recipes[0], steps)
+    return Lagrangian(prices, member, goal, dual_optimizer(recipes[0], steps), warmup(recipes[0], steps), rising)
 
 
 def _refuse_unmatched(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:

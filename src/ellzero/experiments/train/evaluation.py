@@ -151,6 +151,7 @@ def results(trainer: Trainer) -> list[dict[str, Any]]:
         mine = trainer.history[run :: trainer.runs.size]  # `note` writes one record of each run at a time
         # Where units are closed in the end, what was better before was another network, and too large.
         its_own = ([h for h in mine if h["tuning"]] if recipe.projects else mine) or mine
+        its_own = [h for h in its_own if h["epoch"] > recipe.dense_epochs] or its_own  # nor before gates learn
         result: dict[str, Any] = {"recipe": recipe.to_dict(), "seed": recipe.seed}
         result |= {"error_best": min(h["error"] for h in its_own), "error_last": mine[-1]["error"]}
         result |= {"seconds": sum(h["seconds"] for h in mine), "runs_in_stack": trainer.runs.size}

@@ -20,8 +20,10 @@ from ellzero.out.finalization import bring_within
 
 
 def after_epoch(trainer: Trainer) -> None:
-    """Settles or shrinks, if it is time."""
-    if trainer.epoch == trainer.recipe.settle_at:
+    """Lets gates learn, settles or shrinks, if it is time."""
+    if trainer.gates and trainer.epoch == trainer.recipe.dense_epochs:
+        trainer.release()
+    elif trainer.epoch == trainer.recipe.settle_at:
         settle(trainer)
     elif trainer.recipe.shrink_at and not trainer.step.fixed:
         opens = trainer.runs.evaluate(lambda run: run.gated.opens(), values=trainer.values())[0].cpu().numpy()

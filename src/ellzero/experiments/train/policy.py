@@ -35,6 +35,8 @@ def refuse(recipes: Sequence[Recipe], images: int, ranks: int) -> None:
         raise ValueError(f"`batch` must be at most the {images} training images, got {r.batch}")
     if ranks > 1 and len(recipes) > 1:
         raise ValueError(f"`recipes` must be one for {ranks} processes, got {len(recipes)}")
+    if ranks > 1 and r.estimator != "straight_through":
+        raise ValueError(f'`estimator` must be "straight_through" for {ranks} processes, got {r.estimator!r}')
     if ranks > 1 and r.compile:
         raise ValueError(f"`compile` must be absent or false for {ranks} processes, got true")
     if r.batch % ranks:
@@ -91,6 +93,8 @@ class Policy:
         r = self.recipe
         left = 1 - (epoch - r.epochs) / r.finetune_epochs if epoch > r.epochs else 1.0
         falling = (1 + math.cos(math.pi * epoch / r.epochs)) / 2 if r.cosine else 1.0
+        if r.linear_after is not None:
+            falling = min(1.0, (1 - epoch / r.epochs) / (1 - r.linear_after))
         return falling * r.decay ** sum(m <= epoch for m in r.milestones), left
 
     @property
@@ -103,7 +107,9 @@ class Policy:
         r = self.recipe
         if r.compile is not None:
             return r.compile
-        changes = [e for e in (*r.shrink_at, r.settle_at or 0, r.epochs) if e > epoch]
+        if r.per_example:  # no compiler follows weights that stand in for themselves
+            return False
+        changes = [e for e in (*r.shrink_at, r.dense_epochs, r.settle_at or 0, r.epochs) if e > epoch]
         steps = (min(changes, default=r.epochs + r.finetune_epochs) - epoch) * self.steps_per_epoch
         takes, saves = r.facts.compiling
         return self.on_gpu and self.ranks == 1 and saves * steps * math.sqrt(self.runs) >= takes

@@ -63,7 +63,7 @@ def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
     if state["tuning"]:
         trainer.fix()
     else:
-        trainer.prepare()
+        trainer.release()
     with torch.no_grad():
         buffers = dict(trainer.runs.template.named_buffers())
         held = {"values": trainer.runs.values(), "buffers": buffers, "average": trainer.average.tensors}

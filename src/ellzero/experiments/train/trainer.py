@@ -58,7 +58,7 @@ class Trainer:
             self.gates, size = [name for name, _ in networks[0].named_gates()], networks[0].liveness.size
             for r in self.recipes:
                 building.refuse_unreachable(r, networks[0])
-        self.supply = Supply(self.recipes, dataset, max(1, size))
+        self.supply = Supply(self.recipes, dataset, 1 if recipe.per_example else max(1, size))
         parts = building.parts(self.recipes, self.gates)
         autocast, loss = recipe.precision == "bfloat16", fitting.loss_of(recipe)
         self.runs = Runs([Objective(network, parts, autocast, loss) for network in networks])
@@ -78,7 +78,12 @@ class Trainer:
         self.closed_for = np.zeros(size, dtype=np.int64)  # checks in a row
         self.event: dict[str, Any] | None = None  # what shrinking or settling did, until it is in the history
         self.without: dict[str, list[float]] = {}  # last errors: no averaging nor recalibration, and no recalibration
-        self.prepare()
+        values = self.runs.values() if self.gates else {}
+        self._learning = [n for n, v in values.items() if n.startswith("network.gates.") and v.requires_grad]
+        if self.gates and recipe.dense_epochs:
+            self.fix()
+        else:
+            self.prepare()
 
     @property
     def gated(self) -> Gated:
@@ -119,15 +124,22 @@ class Trainer:
 
     def fix(self) -> None:
         """From here on the gates are fixed, and only the weights move."""
-        self.step.fixed = True
-        for name, value in self.runs.values().items():
-            if self.gates and name.startswith("network.gates."):
-                value.requires_grad_(False)
-                value.grad = None  # the optimizer passes over it
+        self._fix(True)
+
+    def _fix(self, fixed: bool) -> None:
+        self.step.fixed = fixed
+        values = self.runs.values()
+        for value in (values[name] for name in self._learning):
+            value.requires_grad_(not fixed)
+            value.grad = None  # the optimizer passes over it
         for group in self.optimizer.param_groups:
             if group["by_eq_17"]:  # with gates that are open or closed, and no more than that
-                group["weight_decay"] = self.recipe.l2 * self.recipe.l2_gated_factor
+                group["weight_decay"] = self.recipe.l2 * self.recipe.l2_gated_factor if fixed else 0.0
         self.prepare()
+
+    def release(self) -> None:
+        """From here on the gates learn."""
+        self._fix(False)
 
     def take_out(self, plan: Plan) -> None:
         """Takes units out for good: of the network, of what the optimizer remembers and of the average."""

@@ -96,7 +96,10 @@ class AbstractBernoulliGate(AbstractGate):
             self.seen.lerp_(torch.ones_like(self.seen), 1 - self.estimator.decay)
         slope = self.estimator.slope(self.logit_from((self.log_odds,)), u, loss, mirrored, before)
         more = (self.sharpness * slope).to(self.log_odds.dtype)
-        self.log_odds.grad = more if self.log_odds.grad is None else self.log_odds.grad + more
+        if self.log_odds.grad is None:
+            self.log_odds.grad = more
+        else:
+            self.log_odds.grad += more
 
     @final
     @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.gates.abstract import Phi
-from ellzero.gates.formulas import normal, promote
+from ellzero.gates.formulas import promote
 from ellzero.gates.hard_concrete import INIT_STD
 from ellzero.gates.thresholded import AbstractThresholdedGate
 
@@ -53,9 +53,8 @@ class GaussianWeightGate(AbstractThresholdedGate):
     def noisy_from(self, own: Phi, u: Tensor) -> Tensor:
         return self.mean_from(own)
 
-    def added_from(self, phi: Phi, u: Tensor) -> Tensor:
-        sigma = (promote(phi[1]) / 2).exp()
-        return torch.where(phi[0] > 0.5, sigma * normal(u).to(sigma.dtype), 0.0)
+    def spread_from(self, phi: Phi) -> Tensor:
+        return torch.where(phi[0] > 0.5, (promote(phi[1]) / 2).exp(), 0.0)
 
     def mean_from(self, own: Phi) -> Tensor:
         return torch.ones_like(promote(own[0]))

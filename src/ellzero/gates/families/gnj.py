@@ -21,8 +21,8 @@ class GNJGate(AbstractGaussianGate):
     `gate={"*.weight": GaussianWeightGate, "*": GNJGate}`. Without it this is a prior on units alone. Settings: from
     scratch, Adam 1e-3, KL/N with a warm-up; μ ~ N(1, 0.01²), log σ² ~ N(−9, 0.01²). Its authors set the threshold by
     eye for each layer (−2.8, −3 and −5 in their tutorial): `threshold` by pattern. log α ends up in two heaps, near −5
-    and 4.5, so that any threshold between gives the same, but in the last layer. One draw is shared by the batch, where
-    theirs is drawn per example, which prunes as far, at about 0.2 % more error.
+    and 4.5, so that any threshold between gives the same, but in the last layer. Authors draw per
+    example, as `attach(…, per_example=True)` does; one draw for the batch prunes as far, at about 0.2 % more error.
 
     Args:
         shape: how many gates: an int, or a weight's shape.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ellzero.gates.abstract import Phi
-from ellzero.gates.formulas import normal, promote
+from ellzero.gates.formulas import promote
 from ellzero.gates.gaussian import bar_of
 from ellzero.gates.thresholded import AbstractThresholdedGate
 
@@ -36,8 +36,9 @@ class SparseVDGate(AbstractThresholdedGate):
     σ² − log θ². Charged is the approximation of the KL in `log_uniform_kl`, with log α clipped to ±8. At test time θ
     where log α < `threshold`. Settings: from scratch, Adam 1e-3, log σ² = −10, θ ~ N(0, 0.01²), and
     `Penalty(l0.complexity, weight=r / N)` with r from 0 to 1 in the first epochs; the learning rate must fall to zero
-    in the end, where most of the pruning happens. Authors draw per example, by local reparametrisation; here one draw
-    of the weights is shared by the batch, which prunes an MLP as far, at about 0.15 % more error.
+    in the end, where most of the pruning happens. Authors draw per example, by local reparametrisation, as
+    `attach(…, per_example=True)` does; else one draw of the weights is shared by the batch, which prunes an MLP as far,
+    at about 0.15 % more error.
 
     Args:
         shape: the weight's, with `where=l0.weights("fc*.weight")`.
@@ -83,10 +84,9 @@ class SparseVDGate(AbstractThresholdedGate):
             return self.mean_from(own)
         return torch.where(self.signal_from(own) > self.bar, self.mean_from(own), 0.0)
 
-    def added_from(self, phi: Phi, u: Tensor) -> Tensor:
-        """σε: of the noise, not of √(α·θ²), whose gradient has no end at θ = 0."""
-        sigma = (promote(phi[1]) / 2).exp()
-        return torch.where(phi[0] > 0.5, sigma * normal(u).to(sigma.dtype), 0.0)
+    def spread_from(self, phi: Phi) -> Tensor:
+        """σ of the noise, not √(α·θ²), whose gradient has no end at θ = 0."""
+        return torch.where(phi[0] > 0.5, (promote(phi[1]) / 2).exp(), 0.0)
 
     def mean_from(self, own: Phi) -> Tensor:
         return torch.ones_like(promote(own[0]))

@@ -75,4 +75,4 @@ class Supply:
         return x.contiguous(memory_format=torch.channels_last) if self.recipe.channels_last else x
 
     def _scaled(self, images: Tensor) -> Tensor:
-        return self.data.inputs(images, standard=self.recipe.scaling == "standard")
+        return self.data.scaled(images, self.recipe.scaling)

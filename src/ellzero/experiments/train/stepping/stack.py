@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from ellzero.gated.base.local import Noisy
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import NoExpectation
+from ellzero.gates.families.bernoulli import AbstractBernoulliGate
 from ellzero.objectives import costs
 
 Part = tuple[costs.Cost, str | None]  # a cost, and the pattern of what it is asked of
@@ -69,7 +71,8 @@ class Objective(nn.Module):
     def loss(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """The task loss of a batch, and the costs."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
-            logits = self.network(x, gate_noise=noise) if self.has_gates else self.network(x)
+            given = {"gate_noise": noise} if self.has_gates and not self.gated.per_example else {}
+            logits = self.network(x, **given)
         return self.task(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), self.costs()
 
     def logits(self, x: Tensor) -> Tensor:
@@ -79,8 +82,17 @@ class Objective(nn.Module):
         """The fractions of the dense cost, one per part, in expectation."""
         if not self.parts:
             return torch.zeros(0, device=next(self.network.parameters()).device)
+        charged: dict[str | None, Tensor] = {}
+        if any(c is costs.complexity for c, _ in self.parts):  # of all gates at once, not of all for each part
+            every = self.gated.complexity()
+            charged = {None: every} | dict(self.gated.by_placement(every).items())
         fractions = zip(self.parts, self.dense, strict=True)
-        return torch.stack([costs.only(c, pattern)(self.gated) / d for (c, pattern), d in fractions])
+        return torch.stack(
+            [
+                charged[pattern].sum() if c is costs.complexity else costs.only(c, pattern)(self.gated) / d
+                for (c, pattern), d in fractions
+            ]
+        )
 
     def kept(self) -> Tensor:
         """The same with the test-time gates. The formula of the expectation at 0 and 1: exact but for padded groups."""
@@ -104,6 +116,18 @@ class Objective(nn.Module):
         with self._as_kept():
             return torch.stack([expected, self._fractions()])
 
+    def follow(self, step: float | Tensor | None) -> None:
+        """Lets gates act after a step of the optimizer, of this length where it has one."""
+        for _, gate in self.gated.named_gates():
+            gate.after_step(step)
+
+    def learn(self, noise: Tensor, loss: Tensor, mirrored: Tensor | None = None) -> None:
+        """Gives gates that learn from the value of the loss their gradients (`objectives.estimating`)."""
+        parts = self.gated.by_placement(noise)
+        for name, gate in self.gated.named_gates():
+            if isinstance(gate, AbstractBernoulliGate) and gate.needs_loss:
+                gate.learn_(parts[name], loss, mirrored)
+
     def _fractions(self) -> Tensor:
         return torch.stack([c(self.gated) / d for c, d in zip(WATCHED, self.whole, strict=True)])
 
@@ -119,12 +143,14 @@ def _reads_one_map(conv: nn.Conv2d) -> bool:
     return conv.in_channels == conv.groups == 1 and plain
 
 
-def _as_product(conv: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _as_product(conv: nn.Conv2d, x: Tensor, weight: Tensor | Noisy, bias: Tensor | None) -> Tensor:
     """The convolution of images of one map, image by image, as products of matrices.
 
     Of a stack, `vmap` makes a convolution with a group for each run. Where that reads one map in each group, torch has
     slow kernels for it: forward and backward took two fifths of a step of ten LeNet-5.
     """
+    if isinstance(weight, Noisy):
+        return weight.through(partial(_as_product, conv), x, bias)
     rows, columns = conv.kernel_size
     windows = x[:, 0].unfold(1, rows, 1).unfold(2, columns, 1)  # `F.unfold` would launch a kernel for each image
     height, width = windows.shape[1:3]
@@ -186,6 +212,20 @@ class Runs(nn.Module):
 
     def _one(self, function: Callable[..., Any], values: dict[str, Tensor], *args: Tensor) -> Any:
         return functional_call(self.template, values, args, {"function": function})
+
+    @torch.no_grad()
+    def each(self, function: Callable[..., None], *args: Tensor) -> None:
+        """Calls a function of every run's objective, one after the other, with its slice of each argument: what it does
+        to parameters and gradients in place is done to those of the stack.
+        """
+        values = self.values()
+        for run in range(self.size):
+            own = {}
+            for name, value in values.items():
+                own[name] = value.detach() if self.size == 1 else value.detach()[run]
+                if value.grad is not None:
+                    own[name].grad = value.grad if self.size == 1 else value.grad[run]
+            self._one(function, own, *(a[run] for a in args))
 
     def network(self, run: int, values: dict[str, Tensor] | None = None) -> nn.Module:
         """A copy of one run's network (a `Gated`, unless dense) with its parameters."""

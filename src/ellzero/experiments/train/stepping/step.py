@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, final
 
@@ -17,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.stepping.stack import Objective, Runs
+from ellzero.objectives.estimating import still_statistics
 from ellzero.objectives.extragradient import looking_ahead
+from ellzero.objectives.following import length
 from ellzero.objectives.lagrangian import Lagrangian
 
 _WARM = 3  # steps as they are before one is captured: until then kernels are chosen and memory is found
@@ -72,7 +75,7 @@ def make_optimizer(recipe: Recipe, runs: Runs, device: torch.device, gate_lr: fl
     for name, own in template.named_parameters():
         rule = rule_of[id(own)]
         rate, decay = rule["lr"], rule["weight_decay"]
-        decays = rule["name"] != "gates" or r.decay_gates or not (r.milestones or r.cosine)
+        decays = rule["name"] != "gates" or r.decay_gates or not r.falls
         by_eq_17 = acts and rule["name"] != "weights"
         new = {"rate": rate, "decays": decays, "by_eq_17": by_eq_17, "params": [], "weight_decay": decay}
         new["lr"] = torch.tensor(rate, device=device) if on_gpu else rate  # a captured step reads it each time
@@ -110,6 +113,8 @@ class Step:
         self.clock = torch.zeros((), device=device)  # steps done, for the target and the average's correction
         self.losses = torch.zeros(runs.size, device=device)  # of the task, summed since somebody set them to zero
         self.fixed = False  # whether the gates are, and only weights move
+        gates = [gate for _, gate in runs.template.gated.named_gates()] if runs.template.has_gates else []
+        self.acts = any(gate.acts_after_steps for gate in gates)
 
     def prepare(self, *, compile: bool, ranks: int) -> None:
         """Makes the parts of the step anew, after the network or what it does has changed."""
@@ -157,9 +162,19 @@ class Step:
         self.optimizer.zero_grad()
         total, loss, seen = self._sum(x, y, noise, self.clock)
         total.backward()
+        if self.recipe.estimator != "straight_through" and not self.fixed:
+            self._learn(x, y, noise[:, 0], loss)
         if seen is not None and self.recipe.on == "kept":  # of the parameters that the step began from
             seen = self.lagrangian.gaps(self.runs.evaluate(Objective.kept), self.clock)
         return loss, seen
+
+    def _learn(self, x: Tensor, y: Tensor, noise: Tensor, loss: Tensor) -> None:
+        """The gradients of gates that learn from the value of the loss, of one draw or of two."""
+        mirrored = []
+        if self.recipe.estimator == "arm":
+            with torch.no_grad(), still_statistics(self.runs.template):
+                mirrored.append(self._forward(x, y, 1 - noise)[0])
+        self.runs.each(Objective.learn, noise, loss, *mirrored)
 
     def _lagrange(self, x: Tensor, y: Tensor, noise: Tensor, clock: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """The Lagrangian, summed over the runs; the losses, and the violations where there are constraints."""
@@ -173,9 +188,16 @@ class Step:
     def _move(self, seen: Tensor | None, first: bool) -> None:
         """Descends in weights and gates, ascends in the multipliers."""
         self.optimizer.step()
+        if self.acts and not self.fixed:
+            self.runs.each(partial(Objective.follow, step=length(self.optimizer, [self._of_weights()])))
         if seen is not None:
             with torch.no_grad():
                 (self.lagrangian.ascend if first else self._ascend)(seen, self.clock, first)
+
+    def _of_weights(self) -> dict[str, Any]:
+        """The optimizer's group of the weights: they have one rate."""
+        own = next(value for name, value in self.runs.values().items() if name.startswith("network.model."))
+        return next(g for g in self.optimizer.param_groups if any(p is own for p in g["params"]))
 
 
 # ---------------------------------------------------------------- faster on a GPU
