@@ -120,18 +120,19 @@ def test_a_stream_has_a_weight_on_the_way() -> None:
 
 @pytest.mark.slow  # importing transformers takes longer than all else here
 @pytest.mark.filterwarnings("ignore:with a batch of 1")  # it makes its mask in another way
-def test_gpt2_has_feed_forward_layers_to_gate() -> None:
+def test_gpt2_has_heads_and_feed_forward_layers_to_gate() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     words = torch.arange(10).reshape(2, 5)
     model = settled(transformers.GPT2LMHeadModel(config))
     gated = l0.attach(model, {"input_ids": words, "use_cache": False}).eval()
-    names = [f"transformer.h.{k}.mlp.c_fc" for k in (0, 1)]
-    assert [name for name, _ in gated.named_gates()] == names
-    set_gates(gated, dict(zip(names, ([0, 5, 9], range(20)), strict=True)))
+    heads, names = ([f"transformer.h.{k}.{part}" for k in (0, 1)] for part in ("attn.c_attn", "mlp.c_fc"))
+    assert {name for name, _ in gated.named_gates()} == {*heads, *names}
+    set_gates(gated, dict(zip([*names, heads[1]], ([0, 5, 9], range(20), [0]), strict=True)))
     small = l0.compact(gated)
     assert small.get_submodule(names[0]).nf == 29  # type: ignore[comparison-overlap]
+    assert small.get_submodule(heads[1]).nf == 12  # type: ignore[comparison-overlap]
     assert_same(gated(words.flip(1), use_cache=False).logits, small(words.flip(1), use_cache=False).logits)
 
 
@@ -157,8 +158,10 @@ def test_feed_forward_layers_of_transformers_are_gated_and_exact(kind: str) -> N
     model = settled(getattr(transformers, "T5EncoderModel" if kind == "T5" else f"{kind}Model")(config))
     words = torch.arange(10).reshape(2, 5)
     gated = l0.attach(model, words).eval()
-    assert [(found, gate.shape.numel()) for found, gate in gated.named_gates()] == [(name, 12)]
-    set_gates(gated, {name: [0, 5, 9]})
+    sizes_of = {found: gate.shape.numel() for found, gate in gated.named_gates()}
+    assert sorted(sizes_of.values()) == [2, 12]  # heads, and the feed-forward layer
+    assert sizes_of[name] == 12
+    set_gates(gated, {found: [1] if size == 2 else [0, 5, 9] for found, size in sizes_of.items()})
     small = l0.compact(gated)
     assert small.get_submodule(name).out_features == 9
     assert_same(gated(words.flip(1)).last_hidden_state, small(words.flip(1)).last_hidden_state)

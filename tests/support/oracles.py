@@ -100,7 +100,7 @@ def numel(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def counted_macs(model: nn.Module, args: Sequence[Any]) -> float:
+def counted_macs(model: Callable[..., Any], args: Sequence[Any]) -> float:
     """MACs of one forward by torch's own counter, which sees attention in its plain form only."""
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -97,6 +97,7 @@ class Step:
         op: its name.
         numbers: what it is told beside tensors, but for sizes and places: these show in what it makes.
         made: where units lie in what it makes.
+        module: whose forward runs it.
     """
 
     inputs: tuple[int, ...]
@@ -106,6 +107,16 @@ class Step:
     op: str = ""
     numbers: tuple[Any, ...] = ()
     made: tuple[Layout, ...] = ()
+    module: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A size that a module's own forward goes by, such as a number of heads: as large as those of `units` that stay."""
+
+    module: str
+    attribute: str
+    units: Numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +137,7 @@ class Graph:
         two_faced: parameters that one operation reads with and another writes with, which no gate may multiply.
         placed: for each unit, whether the forward looks for it at its place, as a slice does.
         turns: what makes the forward take another way than the traced one, in words.
+        stored: sizes that modules keep as numbers.
     """
 
     axes: tuple[Axis, ...]
@@ -139,6 +151,7 @@ class Graph:
     two_faced: frozenset[str] = frozenset()
     placed: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
     turns: tuple[str, ...] = ()
+    stored: tuple[Stored, ...] = ()
 
     @property
     def offsets(self) -> list[int]:

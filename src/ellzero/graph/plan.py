@@ -8,7 +8,7 @@ has layers for it. This file does not know what a gate is: it is told which unit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class Plan:
         selects: for each weight in front of which a `Select` goes, the inputs that it goes on reading. Its entry in
             `rows` is the same.
         closed: layers (module names) that read or write nothing any more.
+        sizes: by module and attribute, the size that is stored there, as it was and as it becomes.
     """
 
     units: Mask
@@ -45,6 +46,7 @@ class Plan:
     columns: dict[str, Numbers] = field(default_factory=dict)
     selects: dict[str, Numbers] = field(default_factory=dict)
     closed: frozenset[str] = frozenset()
+    sizes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
 
     def slice(self, name: str, tensor: Tensor) -> Tensor:
         """What stays of `tensor`, which has the shape of the parameter or buffer `name`: itself, its gradient, its
@@ -83,12 +85,14 @@ class Plan:
                 there = done.rows.get(name, {}).get(dim)
                 if there is None or len(there) > len(index):
                     rows.setdefault(name, {})[dim] = index if there is None else np.searchsorted(there, index)
-        return Plan(self.units, rows, self.columns, self.selects, self.closed)
+        return replace(self, rows=rows)
 
     def apply(self, model: nn.Module) -> None:
         """Carries the plan out on `model`, in place: slices every tensor, then brings the modules in line."""
         modules = dict(model.named_modules(remove_duplicate=False))
         self._change(modules, self.slice)
+        for (path, attribute), (_, size) in self.sizes.items():
+            setattr(modules[path], attribute, size)
         for name, index in self.selects.items():
             put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
         for path in self.closed:
@@ -104,6 +108,8 @@ class Plan:
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         self._change(modules, lambda name, tensor: self.spread(name, tensor, shapes[name]))
+        for (path, attribute), (size, _) in self.sizes.items():
+            setattr(modules[path], attribute, size)
 
     def _change(self, modules: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> None:
         """Puts something new in the place of every tensor that the plan names."""
@@ -238,4 +244,6 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> Pla
                 rows.setdefault(tensor, {})[dims[0]] = np.flatnonzero(stay)
             if not stay.any():
                 closed.add(tensor.rpartition(".")[0])
-    return Plan(kept, rows, columns, selects, frozenset(closed))
+    sizes = {(s.module, s.attribute): (len(s.units), int(kept[s.units].sum())) for s in graph.stored}
+    sizes = {place: (was, now) for place, (was, now) in sizes.items() if was != now}
+    return Plan(kept, rows, columns, selects, frozenset(closed), sizes)

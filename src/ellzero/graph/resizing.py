@@ -1,4 +1,4 @@
-"""Sizes that modules store, and how they follow from their tensors once these were sliced."""
+"""Sizes that layers store, and how they follow from their tensors once these were sliced."""
 
 from __future__ import annotations
 
@@ -23,10 +23,15 @@ def resizes(*types: type[nn.Module]) -> Callable[[Callable[[Any], None]], Callab
 
 def resize(module: nn.Module) -> None:
     """Brings a module's attributes in line with its sliced tensors; a type without a resizer has none that matter."""
-    known = RESIZERS | {kind: _transposed for kind in type(module).__mro__ if _path(kind) == _CONV1D}
-    fix = next((known[kind] for kind in type(module).__mro__ if kind in known), None)
+    fix = resizer(module)
     if fix is not None:
         fix(module)
+
+
+def resizer(module: nn.Module) -> Callable[[Any], None] | None:
+    """What brings the attributes of a module of this type in line."""
+    known = RESIZERS | {kind: _transposed for kind in type(module).__mro__ if _path(kind) == _CONV1D}
+    return next((known[kind] for kind in type(module).__mro__ if kind in known), None)
 
 
 @resizes(nn.Linear)

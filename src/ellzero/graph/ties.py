@@ -29,6 +29,7 @@ class Ties:
     freezes: list[tuple[Numbers, str]] = field(default_factory=list)
     roles: dict[str, list[Numbers]] = field(default_factory=lambda: defaultdict(list))
     streams: list[Numbers] = field(default_factory=list)
+    heads: list[Numbers] = field(default_factory=list)  # each has matrices of its own: what is added there is no stream
     balances: list[Numbers] = field(default_factory=list)
     placed: list[Numbers] = field(default_factory=list)
     tables: dict[tuple[str, tuple[int, ...], Role], Numbers] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class Ties:
     steps: list[Step] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     leaves: int = 0  # bit set of the steps that are inputs and parameters
+    like: tuple[Step, ...] = ()  # the forward of a larger network, whose lone units are laid out as there
     contracting: int = 0  # bit set of the steps that multiply and add up, as a weight does
 
     def __post_init__(self) -> None:
@@ -156,7 +158,8 @@ class _Finder:
         for number, (atoms, _) in enumerate(ties.freezes):
             roots = root[atoms]
             self.frozen[roots[self.frozen[roots] < 0]] = number
-        self.streams = ties.mask([root[atoms] for atoms in ties.streams])
+        streams, heads = (ties.mask([root[atoms] for atoms in found]) for found in (ties.streams, ties.heads))
+        self.streams = streams & ~heads
         self.keys = [k for k in ties.first if k[0] in ties.reached]
         self.tables = list(ties.tables.items())
         self.two_faced: set[str] = set()

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.recording import Members, recorded
 from ellzero.graph.rules import RULES, SIZED, Call, tensors, unknown
+from ellzero.graph.stored import stored
 from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
 
@@ -131,9 +132,12 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
     walk(model, ties, inputs, deadline)
     walk(model, ties, _doubled(inputs), deadline, training=True)
+    graph = unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
+    with mode(model, False), torch.no_grad():
+        graph = replace(graph, stored=stored(model, graph, lambda: run(model, inputs)))
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
-    return unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
+    return graph
 
 
 def whole_copy(model: nn.Module) -> nn.Module:
@@ -213,6 +217,10 @@ class _Walk:
         if program is None:
             return
         graph, members = program
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default):
+            # The same numbers; whether there is anything to do for it depends on sizes.
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
         values: dict[torch.fx.Node, Any] = {}
         nodes = list(graph.nodes)
         self.index = {node: number for number, node in enumerate(nodes)}
@@ -297,6 +305,9 @@ class _Walk:
         several = isinstance(node.meta.get("val"), list | tuple)
         # Fresh objects: a rule may hand an argument back, and its place in the forward must not change.
         made = [replace(v) for v in (result if isinstance(result, list) else [result])]
+        if number < len(self.ties.like):
+            for value, (_, there) in zip(made, self.ties.like[number].made, strict=False):
+                _lay_out(value, there)
         return made if several else made[0]
 
     def _call(self, node: Any, training: bool, inputs: Inputs) -> Call:
@@ -324,8 +335,16 @@ class _Walk:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
             fed = tuple(self.index[n] for n in node.all_input_nodes)
             laid = tuple((v.shape, dict(v.carried)) for v in made if node.op != "placeholder")
-            step = Step(fed, call.reads, is_input, node.op == "output", call.op, call.numbers, laid)
+            step = Step(fed, call.reads, is_input, node.op == "output", call.op, call.numbers, laid, call.module)
             self.ties.steps.append(step)
+
+
+def _lay_out(value: Value, there: Mapping[Dims, Any]) -> None:
+    """Lays units on the dimensions that they lie on in a larger network: of one head, a reshape sees none."""
+    for dims in there:
+        for group in [g for g in value.carried if set(g) < set(dims) and max(dims) < value.ndim]:
+            if all(value.shape[d] == 1 for d in dims if d not in group):
+                value.carried[dims] = value.carried.pop(group).reshape([value.shape[d] for d in dims])
 
 
 def _of_data(sizes: Sequence[tuple[Any, ...]], values: Sequence[Value]) -> bool:

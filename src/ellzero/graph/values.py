@@ -104,6 +104,7 @@ def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> 
             for atoms in value.carried.values():
                 ties.use(atoms, "rides")
     placed = [_broadcast(ties, v, shape) for v in values]
+    _narrow_beside_plain(ties, placed, shape)
     carried: dict[Dims, Numbers] = {}
     for block in _blocks([g for theirs, _, _ in placed for g in theirs]):
         if any(_within(theirs, block) not in ([], [block]) for theirs, _, _ in placed):
@@ -129,6 +130,22 @@ def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> 
         if not meets or any(shape[d] > 1 for d in block):  # a single frozen entry is as good as plain
             carried[block] = met[0]
     return Value(shape, carried, next((v.why for v in values), Value.why))
+
+
+def _narrow_beside_plain(ties: Ties, placed: Sequence[tuple[dict[Dims, Numbers], set[int], str]], shape: Dims) -> None:
+    """Takes joint units off the dimensions where another operand is plain, or has units inside theirs.
+
+    Angles or a norm's weight along each head leave whole heads, and are then frozen.
+    """
+    inside = {d for theirs, _, _ in placed for g in theirs for d in g[1:]}
+    for theirs, _, _ in placed:
+        for g in [g for g in theirs if len(g) == 1 and g[0] in inside]:
+            ties.freeze(theirs.pop(g), "it lies along each unit of another axis")
+    plain = {d for theirs, full, _ in placed for d in full - {d for g in theirs for d in g}}
+    for theirs, _, _ in placed:
+        value = Value(shape, {g: theirs.pop(g) for g in list(theirs)})
+        narrow(ties, value, [d for d in sorted(plain) if any(d in g and not set(g) <= plain for g in value.carried)])
+        theirs.update(value.carried)
 
 
 def _broadcast(ties: Ties, value: Value, shape: tuple[int, ...]) -> tuple[dict[Dims, Numbers], set[int], str]:
@@ -192,13 +209,23 @@ def insert(value: Value, dim: int) -> Value:
 def concat(ties: Ties, values: Sequence[Value], dim: int, shape: tuple[int, ...]) -> Value:
     """One after the other along `dim`; at the other dimensions units are tied."""
     rest = []
+    groups = [v.group(dim) for v in values]
+    if groups[0] and all(g == groups[0] for g in groups):  # laid out alike: what lies on other dimensions too stays so
+        joint = np.concatenate([v.carried[groups[0]] for v in values], groups[0].index(dim))
+    else:
+        joint = None
     for value in values:
-        single(ties, value, dim)
+        if joint is None:
+            if any(g and dim in g[1:] for g in groups):  # parts of units that lie on an outer dimension: whole ones go
+                narrow(ties, value, [dim])
+            single(ties, value, dim)
         carried = {g: a for g, a in value.carried.items() if dim not in g}
         rest.append(Value((*value.shape[:dim], 1, *value.shape[dim + 1 :]), carried, value.why))
     out = elementwise(ties, rest, (*shape[:dim], 1, *shape[dim + 1 :]))
     out.shape = shape
-    if any(v.group(dim) for v in values):
+    if joint is not None and groups[0]:
+        out.carried[groups[0]] = joint
+    elif any(v.group(dim) for v in values):
         out.carried[(dim,)] = np.concatenate([solid(ties, v, dim) for v in values])
     return out
 

@@ -1,6 +1,6 @@
 """What each operation does to the units that lie along its arguments: one file per kind of operation."""
 
-from ellzero.graph.rules import convolutions, entrywise, mixing, products, shapes  # noqa: F401 (they register)
+from ellzero.graph.rules import attention, convolutions, entrywise, mixing, products, shapes  # noqa: F401 (they register)
 from ellzero.graph.rules.call import RULES, SIZED, Call, couples, tensors, unknown
 
 __all__ = ["RULES", "SIZED", "Call", "couples", "tensors", "unknown"]

@@ -1,4 +1,4 @@
-"""Rules for what mixes units along a dimension: norms, reductions, pooling, attention, recurrence."""
+"""Rules for what mixes units along a dimension: norms, reductions, pooling, recurrence."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def unit_norm(call: Call, x: Value, *rest: Any) -> Value:
 
 @couples("layer_norm", "rms_norm")
 def layer_norm(call: Call, x: Value, over: Sequence[int], *rest: Any) -> Value:
-    out = values.elementwise(call.ties, [x, *tensors(rest)], call.shape)
     dims = range(x.ndim - len(over), x.ndim)
+    values.narrow(call.ties, x, dims)  # of units that lie on others too, as those of heads do, whole ones can go
+    out = values.elementwise(call.ties, [x, *tensors(rest)], call.shape)
     return replace(out, carried=values.without(call.ties, out, dims, call.mixes()), why=f"the output of {call.where}")
 
 
@@ -110,16 +111,6 @@ def moved_along(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
         return unknown(call, [x])
     carried = values.without(call.ties, x, [axis(d, x.ndim) for d in dims], f"{call.where} moves its units")
     return Value(call.shape, carried, x.why)
-
-
-@couples("scaled_dot_product_attention")
-def attention(call: Call, q: Value, k: Value, v: Value, *rest: Any) -> Value:
-    reason = f"attention heads of {call.where} cannot be gated yet"
-    for value in (q, k, v, *tensors(rest)):
-        values.freeze(call.ties, value, reason)
-    batch, n, m = prod(q.shape[:-2]), q.shape[-2], k.shape[-2]
-    call.multiplies(batch * n * m * (q.shape[-1] + v.shape[-1]), None)
-    return Value(call.shape, why=f"the output of {call.where}")
 
 
 @couples("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 from ellzero.graph import values
@@ -35,27 +37,26 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
         return unknown(call, [a, b], f"{call.where} multiplies it with a vector")
     if b.ndim == 2 and b.source is not None:
         return _matrix_product(call, a, b, 0, 1)
-    ties, n = call.ties, len(call.shape)
+    ties = call.ties
     reason = f"{call.where} contracts it with something that is not a parameter"
-    # Rows come from the left operand, columns from the right one; the batch dimensions are element-wise.
-    rows = Value((*a.shape[:-1], 1), values.without(ties, a, [a.ndim - 1], reason))
-    columns = Value((*b.shape[:-2], 1, b.shape[-1]), values.without(ties, b, [b.ndim - 2], reason))
+    # Rows come from the left operand, columns from the right one; the batch dimensions are element-wise. (No dimension
+    # of the output is as large as 0: there an operand meets nothing.)
+    rows = Value((*a.shape[:-1], 0), values.without(ties, a, [a.ndim - 1], reason), a.why)
+    columns = Value((*b.shape[:-2], 0, b.shape[-1]), values.without(ties, b, [b.ndim - 2], reason), b.why)
     for v in (a, b):
         if v.source is not None:  # a weight on the left, or one of three dimensions: sliced with the axis, never gated
             for atoms in v.carried.values():
                 ties.use(atoms, "rides")
-    out = Value(call.shape)
-    for operand in (rows, columns):
-        shift = n - operand.ndim
-        for group, atoms in operand.carried.items():
-            moved = tuple(d + shift for d in group)
-            if any(d < n - 2 for d in moved):
-                ties.freeze(atoms, f"{call.where} takes it as a batch dimension")
-            else:
-                out.carried[moved] = atoms
-    side = [out.carried.get((d,)) for d in (n - 2, n - 1)]
-    sizes = [ties.fresh(call.shape[d]) if s is None else s for d, s in zip((n - 2, n - 1), side, strict=True)]
-    call.multiplies(prod(call.shape[:-2]) * a.shape[-1], None, *sizes)
+    out = replace(values.elementwise(ties, [rows, columns], call.shape), why=Value.why)
+    ties.heads.extend(atoms for dims, atoms in out.carried.items() if dims[0] < len(call.shape) - 2)
+    # Heads before places: MACs are counted along two axes.
+    along = sorted(out.carried.items(), key=itemgetter(0))
+    for _, atoms in along[2:]:
+        ties.freeze(atoms, f"{call.where} multiplies along two other axes")
+    sizes = [atoms for _, atoms in along[:2]]
+    counted = {d for dims, _ in along[:2] for d in dims}
+    plain = [size for d, size in enumerate(call.shape) if d not in counted]
+    call.multiplies(prod(plain) * a.shape[-1], None, *sizes)
     return out
 
 

@@ -26,7 +26,7 @@ _NONE = Step(())
 
 def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs) -> str | None:
     """How the forward of `small`, on which `plan` was carried out, departs from the traced one; None if it does not."""
-    ties = Ties(shapes(small), graph.parameters)
+    ties = Ties(shapes(small), graph.parameters, like=graph.steps)
     try:
         walk(small, ties, inputs, time.monotonic() + 600)
     except TraceError as error:

@@ -1,0 +1,115 @@
+"""Sizes that a module keeps as numbers and its own forward lays units out by: `view(n, t, self.heads, self.size)`.
+
+That a number means the dimension which is as large as it is a guess. Whether the network does the same with the number
+changed is tried out with all else, on copies (`trials/`). Layers whose numbers follow from their tensors are not looked
+at here (`resizing.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ellzero.graph.axes import Graph, Layout, Numbers, Stored
+from ellzero.graph.resizing import resizer
+from ellzero.graph.rules import SIZED
+
+Place = tuple[str, str]  # a module and an attribute
+_COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
+_TAKES_SIZES = ("view", "reshape", "expand", "unflatten")
+
+
+class _Marked(int):
+    """A number that tells where it is stored."""
+
+    place: Place
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which stored numbers are given as the sizes of which dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[Place, set[tuple[tuple[int, ...], int]]] = defaultdict(set)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _TAKES_SIZES and isinstance(out, Tensor):
+            given = [a for part in args[1:] for a in (part if isinstance(part, list | tuple) else [part])]
+            first = out.ndim - len(given) if func.__name__ != "unflatten" else 0
+            for k, size in enumerate(given):
+                if isinstance(size, _Marked):
+                    at = {first + k} if first or func.__name__ != "unflatten" else _alike(out.shape, size)
+                    self.seen[size.place] |= {(tuple(out.shape), d) for d in at}
+        return out
+
+
+def _alike(shape: Any, size: int) -> set[int]:
+    return {d for d, n in enumerate(shape) if n == size}
+
+
+def stored(model: nn.Module, graph: Graph, forward: Callable[[], Any]) -> tuple[Stored, ...]:
+    """The whole numbers in modules that are as large as a dimension that units are laid along in their own forward.
+
+    Args:
+        model: that was traced. Its numbers are marked while it runs.
+        graph: what was found.
+        forward: runs it.
+    """
+    laid: dict[tuple[str, int], list[Numbers]] = defaultdict(list)
+    along: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
+    free = np.repeat([a.frozen is None for a in graph.axes], [a.size for a in graph.axes])
+    for step in graph.steps:
+        for layout in step.made if step.op in SIZED else ():
+            for d, units in _along(layout):
+                if free[units].all():
+                    laid[step.module, len(units)].append(units)
+                    along[step.module, layout[0]].add(d)
+    found: dict[tuple[str, int], list[Stored]] = defaultdict(list)
+    for path, module in model.named_modules():
+        for name, size in vars(module).items() if resizer(module) is None else ():
+            ways = laid.get((path, size), []) if type(size) is int else []
+            if ways and all(np.array_equal(np.sort(way), np.sort(ways[0])) for way in ways):
+                found[path, size].append(Stored(path, name, ways[0]))
+    seen = _watched(model, [s for several in found.values() for s in several], forward) if found else {}
+    out = []
+    for several in found.values():
+        told = {s.attribute: seen.get((s.module, s.attribute), set()) for s in several}
+        right = [s for s in several if all(d in along[s.module, shape] for shape, d in told[s.attribute])]
+        # A number that is never told as a size means nothing beside one that is; alone, it goes by its name.
+        by_name = [s for s in right if _COUNTS.search(s.attribute)]
+        out += [s for s in right if told[s.attribute]] or by_name
+    return tuple(out)
+
+
+def _watched(model: nn.Module, candidates: list[Stored], forward: Callable[[], Any]) -> dict[Place, Any]:
+    watch = _Watch()
+    marked = [(model.get_submodule(s.module), s) for s in candidates]
+    for module, s in marked:
+        number = _Marked(getattr(module, s.attribute))
+        number.place = s.module, s.attribute
+        setattr(module, s.attribute, number)
+    try:
+        with watch:
+            forward()
+    except Exception:  # it takes no numbers but plain ones: what was seen until then is true
+        pass
+    finally:
+        for module, s in marked:
+            setattr(module, s.attribute, len(s.units))
+    return watch.seen
+
+
+def _along(layout: Layout) -> Iterator[tuple[int, Numbers]]:
+    """Each dimension that gets shorter when units go, and the unit at each of its entries."""
+    for dims, numbers in layout[1].items():
+        for k, d in enumerate(dims):
+            lines = np.moveaxis(numbers, k, 0).reshape(numbers.shape[k], -1)
+            if (lines == lines[:, :1]).all() and (lines != lines[0]).any() and (lines >= 0).all():
+                yield d, lines[:, 0]

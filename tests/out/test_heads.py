@@ -1,0 +1,235 @@
+"""Attention heads: closed ones are gone from the projections and the network gives what a copy masked by hand gives.
+
+What comes in has another batch size and another length than the example.
+"""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ellzero as l0
+from ellzero.graph.plan import make_plan
+from support.attention import MASKS, PROJECTIONS, Attention
+from support.oracles import assert_counted, assert_same, counted_macs, each, masked_by_hand, numel, set_gates, settled
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+KINDS = [
+    pytest.param(p, written, MASKS[k % 4], angles, id=f"{p}-{'written' if written else 'one'}-{MASKS[k % 4]}-{angles}")
+    for k, (p, written, angles) in enumerate(itertools.product(PROJECTIONS, (False, True), (False, True)))
+]
+
+
+@pytest.mark.parametrize(("projections", "written", "mask", "angles"), KINDS)
+def test_heads_that_are_closed_go(projections: str, written: bool, mask: str, angles: bool) -> None:
+    model = settled(Attention(projections=projections, written=written, mask=mask, angles=angles, norms=angles))
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    name = "q" if projections == "apart" else "qkv"
+    assert {found: gate.shape.numel() for found, gate in gated.named_gates()} == {name: 4}
+    z = set_gates(gated, {name: [0, 2]})
+    small: Any = l0.compact(gated)
+    assert (small.num_heads, small.out.in_features) == (2, 6)
+    assert numel(model) - numel(small) == 2 * 3 * (8 * 4 + (2 if projections == "apart" else 3))
+    x = draw(3, 7, 8)
+    theirs = masked_by_hand(model, z, {name: {"out": each(3)}})(x)
+    assert_same(gated(x), theirs)
+    assert_same(small(x), theirs)
+    assert_counted(gated, small, (draw(2, 5, 8),))
+
+
+@pytest.mark.parametrize(("groups", "written"), list(itertools.product((1, 2, 3), (False, True))))
+def test_a_head_of_keys_goes_with_its_queries(groups: int, written: bool) -> None:
+    if groups == 1:  # keys that serve all heads cannot go
+        with pytest.raises(ValueError, match="nothing to gate"):
+            l0.attach(settled(Attention(heads=6, groups=1, written=written)), draw(2, 5, 8))
+        return
+    model = settled(Attention(heads=6, groups=groups, written=written, angles=True))
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"q": [1]})
+    small: Any = l0.compact(gated)
+    assert (small.num_heads, small.num_kv_heads) == (6 - 6 // groups, groups - 1)
+    x = draw(3, 4, 8)
+    assert_same(small(x), masked_by_hand(model, z, {"q": {"out": each(3 * 6 // groups)}})(x))
+    assert_counted(gated, small, (draw(2, 5, 8),))
+
+
+def test_keys_and_values_from_elsewhere() -> None:
+    model = settled(Attention(crossed=True))
+    gated = l0.attach(model, (draw(2, 5, 8), draw(2, 3, 8))).eval()
+    z = set_gates(gated, {"q": [3]})
+    x, other = draw(3, 2, 8), draw(3, 6, 8)
+    small = l0.compact(gated)
+    assert_same(small(x, other), masked_by_hand(model, z, {"q": {"out": each(3)}})(x, other))
+    assert_counted(gated, small, (draw(2, 5, 8), draw(2, 3, 8)))
+
+
+def test_all_heads_may_go_where_a_residual_carries_on() -> None:
+    model = settled(Attention())
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    set_gates(gated, {"q": range(4)})
+    x = draw(3, 7, 8)
+    small = l0.compact(gated)
+    assert_same(small(x), x + model.out.bias)
+    assert_same(small(x), gated(x))
+
+
+@pytest.mark.parametrize("heads", [2, 3, 4])
+def test_sizes_that_are_equal_by_chance_are_told_apart(heads: int) -> None:
+    """As many heads as dimensions of one, as many heads of keys as queries for each."""
+    model = settled(Attention(heads=heads * heads, groups=heads, size=heads, written=True))
+    gated = l0.attach(model, draw(2, heads, 8)).eval()
+    z = set_gates(gated, {"q": [0]})
+    small: Any = l0.compact(gated)
+    assert (small.num_kv_heads, small.head_dim) == (heads - 1, heads)
+    x = draw(3, 5, 8)
+    assert_same(small(x), masked_by_hand(model, z, {"q": {"out": each(heads * heads)}})(x))
+
+
+def test_a_stack_of_blocks_has_heads_of_its_own_in_each() -> None:
+    model = settled(nn.Sequential(Attention(), nn.LayerNorm(8), Attention(projections="chunk", written=True)))
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"0.q": [1, 2, 3], "2.qkv": [0]})
+    small: Any = l0.compact(gated)
+    assert (small[0].num_heads, small[2].num_heads) == (1, 3)
+    x = draw(1, 6, 8)
+    readers = {"0.q": {"0.out": each(3)}, "2.qkv": {"2.out": each(3)}}
+    assert_same(small(x), masked_by_hand(model, z, readers)(x))
+    text = l0.report(gated)
+    assert "2.qkv" in str(text)
+
+
+def test_a_removal_that_is_undone_gives_the_number_of_heads_back() -> None:
+    model = settled(Attention())
+    graph = l0.attach(model, draw(2, 5, 8)).graph
+    (axis,) = (k for k, a in enumerate(graph.axes) if a.frozen is None)
+    alive = np.ones(graph.offsets[-1], dtype=bool)
+    alive[graph.offsets[axis] + 1] = False
+    plan = make_plan(graph, alive)
+    plan.apply(model)
+    assert (model.num_heads, model.inner, model.head_dim) == (3, 9, 3)
+    plan.undo(model, graph.shapes)
+    assert (model.num_heads, model.inner, model.q.out_features) == (4, 12, 12)
+
+
+# ---------------------------------------------------------------- of Transformers
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 12}
+WORDS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+CODER = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 4))}
+MODELS: dict[str, dict[str, Any]] = {
+    "Bert": SIZES | WORDS,
+    "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_inner": 12, "use_cache": False} | WORDS,
+    "Llama": SIZES | WORDS | {"num_key_value_heads": 2, "use_cache": False},
+    "ViT": SIZES | {"image_size": 8, "patch_size": 4},
+    "Bart": {"d_model": 16, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "use_cache": False} | CODER | WORDS,
+    "T5": {"d_model": 16, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 4, "use_cache": False} | WORDS,
+}
+# How it is computed, and the heads that can go; T5 has one set of biases for all layers of a stack.
+HEADS = {
+    "Bert": ("eager", [4, 4]),
+    "GPT2": ("sdpa", [4, 4]),
+    "Llama": ("sdpa", [2, 2]),
+    "ViT": ("eager", [4, 4]),
+    "Bart": ("sdpa", [4, 4, 4]),
+    "T5": ("eager", [4, 4]),
+}
+
+
+@pytest.mark.slow  # importing transformers takes longer than all else here
+@pytest.mark.filterwarnings("ignore:with a batch of 1")
+@pytest.mark.parametrize("kind", MODELS)
+def test_heads_of_transformers_are_gated_and_exact(kind: str) -> None:
+    """Also with other batch sizes and lengths; MACs are those that torch counts."""
+    transformers = pytest.importorskip("transformers")
+    how, expected = HEADS[kind]
+    config = getattr(transformers, f"{kind}Config")(**MODELS[kind], attn_implementation=how)
+    model = settled(getattr(transformers, f"{kind}Model")(config))
+    example, others = (torch.arange(10).reshape(2, 5), torch.arange(3, 18).reshape(3, 5)[:, :4])
+    name = "pixel_values" if kind == "ViT" else "input_ids"
+    example, others = (draw(2, 3, 8, 8), draw(3, 3, 8, 8)) if kind == "ViT" else (example, others)
+    call, calls = {name: example}, {name: others}
+    if kind in ("Bart", "T5"):
+        call["decoder_input_ids"], calls["decoder_input_ids"] = example[:, :3], others
+    gated = l0.attach(model, call).eval()
+    sizes = {found: gate.shape.numel() for found, gate in gated.named_gates()}
+    heads = {found: size for found, size in sizes.items() if size != 12}
+    assert all("att" in found.lower() for found in heads)
+    assert list(heads.values()) == expected
+    set_gates(gated, {found: [1] if found in heads else [0, 5, 9] for found in sizes})
+    small = l0.compact(gated)
+    assert_same(gated(**calls).last_hidden_state, small(**calls).last_hidden_state)
+    assert float(l0.params(gated, kept=True)) == numel(small) < numel(model)
+    kept = counted_macs(lambda: small(**call), []) / 2
+    assert float(l0.macs(gated, kept=True)) == pytest.approx(kept, rel=1e-12)
+
+
+# ---------------------------------------------------------------- refused
+
+
+class Literal(Attention):
+    """The width of the stream cut by the number of heads, as many write it: right for the dense network alone."""
+
+    def made(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        b, t, c = x.shape
+        q, k, v = (
+            f(x).view(b, t, self.num_heads, c // self.num_heads).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        return q, k, v
+
+
+class Sloped(Attention):
+    """A slope for each head that no parameter holds, as in ALiBi."""
+
+    def masked(self, q: Tensor, k: Tensor) -> Tensor:
+        places = torch.arange(k.shape[-2]).to(q)
+        return -places * 2.0 ** -torch.arange(1, q.shape[1] + 1).to(q)[:, None, None]
+
+
+class Shown(Attention):
+    """Gives the weights of each head out."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Any:
+        q, k, v = self.made(x, x)
+        weights = (q @ k.transpose(-2, -1)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(*x.shape[:2], -1)), weights
+
+
+class Drawing(Attention):
+    """Drops weights in evaluation too."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        y = F.scaled_dot_product_attention(*self.made(x, x), dropout_p=0.1)
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class Talking(Attention):
+    """Heads that are mixed with each other."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        q, k, v = self.made(x, x)
+        scores = q @ k.transpose(-2, -1)
+        y = (scores - scores.mean(1, keepdim=True)).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "why"),
+    [
+        (Literal, 2, "`q`: the model does not run with a unit of it removed"),
+        (Sloped, 3, "`q`: it meets the output of"),
+        (Shown, 3, "`q`: it is the model's output"),
+        (Drawing, 3, "`q`: .*draws a number for each of its units"),
+        (Talking, 3, "`q`: `mean` mixes its units"),
+    ],
+)
+def test_what_cannot_go_is_refused(kind: type[Attention], size: int, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        l0.attach(settled(kind(size=size)), draw(2, 5, 8))
