@@ -206,7 +206,12 @@ def test_every_family_trains_in_a_stack(family: str) -> None:
     trainer = Trainer([small(gate=family, seed=seed, **MORE.get(family, {})) for seed in range(2)], data())
     list(train_epoch(trainer))
     evaluation.note(trainer)
-    for result in evaluation.results(trainer):
+    for k, result in enumerate(evaluation.results(trainer)):
+        units = dict(trainer.network(k).named_gates()) if "evidence" in result else {}  # type: ignore[operator]
+        for name, numbers in result.get("evidence", {}).items():
+            assert numbers == sorted(numbers, reverse=True)
+            assert sum(e > units[name].bar for e in numbers) == int(units[name].open().sum())
+        assert bool(result.get("evidence")) == (family in ("sbp", "vib", "gnj", "bc_gnj", "bc_ghs"))
         assert 0 < result["costs"]["macs"]["kept"] <= 1
         assert 0 < result["costs"]["macs"]["expected"] <= 1
 

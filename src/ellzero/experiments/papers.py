@@ -108,12 +108,12 @@ def _rivals() -> Iterable[Recipe]:
     yield horseshoe.override(name="bc-ghs-lenet5", network="lenet5", most_noise=conv)
 
     sgd = {"optimizer": "sgd", "momentum": 0.9, "milestones": (120, 160), "decay": 0.1}
-    lasso = basis.override(gate="group_lasso", lr=0.01, **sgd)
+    lasso = basis.override(gate="group_lasso", lr=0.01, compile=False, **sgd)
     yield lasso.override(name="gl-mlp", penalty=3.0)  # λ = 5e-5·√|g|
     # λ = 0.005 for each map, as in the authors' example: c·√|g|/N, |g| = 26 and 501
     yield lasso.override(name="gl-lenet5", network="lenet5", penalty={"conv1": 58.8, "conv2": 13.4})
 
-    sbp = basis.override(gate="sbp", gate_lr=1e-3, batch=128, weights_first=0.1, linear_after=0.5)
+    sbp = basis.override(gate="sbp", gate_lr=1e-3, batch=128, weights_first=0.1, linear_after=0.5, compile=False)
     yield sbp.override(name="sbp-mlp")
     yield sbp.override(name="sbp-lenet5", network="lenet5")
 

@@ -172,6 +172,14 @@ def architecture(gated: Gated) -> dict[str, int]:
     return out
 
 
+@torch.no_grad()
+def evidence(gated: Gated) -> dict[str, list[float]]:
+    """What speaks for each unit, by placement, the strongest first, to three digits: for who would set another bar."""
+    units = {name: gate for name, gate in gated.named_gates() if not gate.per_weight and gate.shape.numel() > 1}
+    found = {name: gate.evidence().sort(descending=True).values.tolist() for name, gate in units.items()}
+    return {name: [float(f"{number:.3g}") for number in numbers] for name, numbers in found.items()}
+
+
 def parts(recipes: Sequence[Recipe], names: Iterable[str]) -> list[Part]:
     """The entries of the cost vector: what a penalty weighs of each placement, costs that targets name, `l2_norm` if it
     acts. Runs of a stack agree in their gates.

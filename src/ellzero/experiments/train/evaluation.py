@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ellzero.experiments.train import processes as parallel
-from ellzero.experiments.train.building import COSTS, architecture
+from ellzero.experiments.train.building import COSTS, architecture, evidence
 from ellzero.experiments.train.fitting import measured
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import DivergedError, Trainer
@@ -160,6 +160,8 @@ def results(trainer: Trainer) -> list[dict[str, Any]]:
             result["gates"] = "averaged" if recipe.ema is not None and not recipe.settles else "raw"
             gated: Any = trainer.network(run).cpu()
             result["architecture"] = architecture(gated)
+            if recipe.has_threshold and not recipe.expects:
+                result["evidence"] = evidence(gated)
             result["costs"] = {name: _fractions(cost, gated) for name, cost in COSTS.items()}
         out.append(result)
     return out
