@@ -92,6 +92,22 @@ def test_a_padded_residual_network_shrinks_by_either(method: str) -> None:
     assert kept <= 0.4 * counted_macs(given.dense(), [given.example])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.usefixtures("coarse")
+@pytest.mark.parametrize("method", ["budget", "magnitude", "norm", "taylor", "narrow", "shape"])
+def test_a_method_on_a_gpu_keeps_within_the_macs_and_takes_all_steps(method: str, tmp_path: Path) -> None:
+    data = digits()
+    there = replace(data, **{name: getattr(data, name).cuda() for name in ("train_x", "train_y", "test_x", "test_y")})
+    l0.save(Small(10, 0.5), tmp_path / "found.safetensors")
+    given = bout(0.3, tmp_path / "found.safetensors", data=there)
+    network = METHODS[method](given)
+    assert {p.device.type for p in network.parameters()} == {"cuda"}
+    assert counted_macs(network.cpu().eval(), [given.example.cpu()]) <= 0.3 * counted_macs(
+        Small(), [torch.zeros(1, 1, 28, 28)]
+    )
+    assert given.loop.taken == 3 * 2
+
+
 def test_macs_are_counted_without_a_forward_pass_while_layers_shrink() -> None:
     net, x = Small(), torch.zeros(1, 1, 28, 28)
     count = counting.counter(net, x)
@@ -125,14 +141,14 @@ def test_the_loop_is_sgd_by_hand_and_a_second_phase_goes_on_with_the_next_epoch(
     torch.manual_seed(3)
     ours, theirs = (nn.Sequential(nn.Flatten(), nn.Linear(784, 10)) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
-    loop = Loop(digits(), 3, seed=5)
-    loop.train(ours, 1)
-    loop.train(ours, 2, decay=0.0)
-    by_hand(theirs, digits(), 5, range(1), RATE, DECAY)
-    by_hand(theirs, digits(), 5, range(1, 3), RATE, 0.0)
+    loop = Loop(digits(), 16, seed=5)
+    loop.train(ours, 15)  # three steps of warm-up
+    loop.train(ours, 1, decay=0.0)
+    by_hand(theirs, digits(), 5, range(15), RATE, DECAY)
+    by_hand(theirs, digits(), 5, range(15, 16), RATE, 0.0)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
-    assert loop.taken == 6
+    assert loop.taken == 32
     with pytest.raises(ValueError, match="at most the 0 that are left, got 1"):
         loop.train(ours, 1)
     with torch.no_grad():
