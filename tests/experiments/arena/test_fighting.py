@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -95,6 +96,38 @@ def test_more_seeds_and_rows_may_come_later(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match="`--only` must match `lenet300-10-budget` too: `lenet300-10-shape` starts"):
         fight(ROWS[:1], 3, nothing, tmp_path)
     fight(ROWS[:1], 2, nothing, tmp_path)
+
+
+def test_a_run_that_fails_stops_nobody_but_those_who_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Job] = []
+    well = pretended(trained)
+
+    def fought(contest: Contest, seed: int, dataset: Any, found: Path) -> dict[str, Any]:
+        if (contest.method, seed) == ("budget", 0):
+            raise RuntimeError("no memory")
+        if not found.exists() and contest.needs is not None:
+            raise ValueError("no start")
+        return well(contest, seed, dataset, found)
+
+    monkeypatch.setattr(Contest, "fought", fought)
+    with pytest.raises(ArenaError, match=r"^lenet300-10-budget, seed 0: RuntimeError: no memory \(and 1 more\); all"):
+        fight(ROWS, 2, nothing, tmp_path)
+    assert len(trained) == 4
+    monkeypatch.setattr(Contest, "fought", well)
+    assert len(fight(ROWS, 2, nothing, tmp_path)) == 3
+    assert len(trained) == 6
+
+
+def test_a_package_that_is_not_there_is_told_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Job] = []
+    monkeypatch.setattr(Contest, "fought", pretended(trained))
+    monkeypatch.setitem(sys.modules, "torch_pruning", None)
+    with pytest.raises(ImportError, match=r"pip install 'ellzero\[arena\]'"):
+        fight([ROW, replace(ROW, method="taylor")], 1, nothing, tmp_path)
+    assert not trained
+    assert len(fight([ROW], 1, nothing, tmp_path)) == 1
 
 
 def test_settings_of_a_bout_are_stored_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +228,11 @@ def test_the_arena_has_twelve_cells_and_its_split_has_them_on_other_images() -> 
     assert set(arena.contests) < {replace(c, held_out=0) for c in split.contests}  # which has all families
 
 
-@pytest.mark.slow
-def test_the_command_fights_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_fights_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Contest, "fought", pretended([]))
+    monkeypatch.setattr("ellzero.cli.campaigns.can_draw", lambda: False)
     out = str(tmp_path / "arena")
     words = [
         "reproduce",
@@ -231,6 +267,7 @@ def test_the_command_fights_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert "must match `lenet300-10-budget` too" in capsys.readouterr().err
     assert main([*words, "--every", "2"]) == 2
     assert "the arena looks at the last epoch alone" in capsys.readouterr().err
+    monkeypatch.undo()
     assert main(["reproduce", "arena", "--draw-only", "--out", out, "--only", "lenet300-*"]) == 0
     assert "not there yet: lenet300-10-budget" in capsys.readouterr().err
     assert fighting.BOUTS in {p.name for p in (tmp_path / "arena").iterdir()}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.experiments.arena import contest, counting, rivals, scratch
+from ellzero.experiments.arena import counting, rivals, scratch
 from ellzero.experiments.arena.bout import Bout
 from ellzero.experiments.arena.contest import METHODS, Contest, held_out
 from ellzero.experiments.arena.loop import BATCH, DECAY, RATE, Loop
@@ -330,9 +330,3 @@ def wrong() -> Iterator[tuple[dict[str, Any], str]]:
 def test_a_contest_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Contest(**{"network": "lenet300", "method": "narrow", "at_most": 0.1, "data": "mnist", "epochs": 2} | change)
-
-
-def test_a_package_that_is_not_there_is_told_how_to_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch_pruning", None)
-    with pytest.raises(ImportError, match=r"pip install 'ellzero\[arena\]'"):
-        contest.METHODS["magnitude"](bout(0.3))

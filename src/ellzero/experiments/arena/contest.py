@@ -25,9 +25,7 @@ OURS, FROM_SHAPE, DENSE = "budget", "shape", "dense"
 METHODS: dict[str, Method] = {
     OURS: ours.budget,
     **ours.FAMILIES,
-    "magnitude": rivals.magnitude,
-    "norm": rivals.norm,
-    "taylor": rivals.taylor,
+    **rivals.RIVALS,
     "narrow": scratch.narrow,
     FROM_SHAPE: scratch.shape,
     DENSE: scratch.dense,

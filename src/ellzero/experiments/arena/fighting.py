@@ -18,6 +18,7 @@ from typing import final
 import torch
 
 from ellzero.experiments.arena.contest import Contest, Record
+from ellzero.experiments.arena.rivals import RIVALS, package
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.store import records
 from ellzero.experiments.store.provenance import in_common
@@ -27,7 +28,7 @@ BOUTS = "bouts"  # the folder
 
 @final
 class ArenaError(Exception):
-    """A process of the arena is gone; the message says so."""
+    """A run of the arena failed, or its process is gone; the message says which."""
 
 
 Job = tuple[Contest, int]
@@ -53,18 +54,31 @@ def fight(
         out: the folder.
         at_once: processes that train at the same time.
         say: is told what is done.
+
+    Raises:
+        ArenaError: some have failed; all others were trained and stored before.
     """
     jobs = [(contest, seed) for seed in range(seeds) for contest in contests]  # what is cut short has whole seeds
     left = [job for job in jobs if not _file(out, *job).exists()]
     _refuse_without_start(left, out)
+    if any(contest.method in RIVALS for contest, _ in left):
+        package()
     if left:
         say(f"{len(contests)} rows × {seeds} seeds: {len(jobs)} runs, {len(jobs) - len(left)} done before")
+    failed: list[str] = []
     for number, ((contest, seed), record) in enumerate(_trained(left, load, out, at_once), 1):
+        if isinstance(record, str):
+            failed.append(f"{contest.name}, seed {seed}: {record}")
+            say(failed[-1])
+            continue
         records.write(_file(out, contest, seed), {**record, "at_once": at_once, "settings": contest.settings()})
         kept = f"{record['error_last']:.2f} % error at {100 * record['macs']['kept']:.2f} % of the MACs"
         say(f"{number} of {len(left)}: {contest.name}, seed {seed}: {kept}, {record['seconds_in_all']:.0f} s")
         if all(_file(out, contest, other).exists() for other in range(seeds)):
             _recorded(contest, seeds, out)
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise ArenaError(f"{failed[0]}{more}; all others are stored")
     return [_recorded(contest, seeds, out) for contest in contests]
 
 
@@ -85,8 +99,10 @@ def _refuse_without_start(left: Sequence[Job], out: Path) -> None:
             raise ValueError(f"`--only` must match `{contest.needs}` too: `{contest.name}` starts from its networks")
 
 
-def _trained(left: Sequence[Job], load: Loader, out: Path, at_once: int) -> Iterator[tuple[Job, Record]]:
-    """What comes out, in the order in which it does; nobody starts before what it needs is there."""
+def _trained(left: Sequence[Job], load: Loader, out: Path, at_once: int) -> Iterator[tuple[Job, Record | str]]:
+    """What comes out, or why nothing does, in the order in which it does; nobody starts before what it needs is there,
+    or has failed.
+    """
     out.joinpath(BOUTS).mkdir(parents=True, exist_ok=True)
     waiting = list(left)
 
@@ -100,16 +116,16 @@ def _trained(left: Sequence[Job], load: Loader, out: Path, at_once: int) -> Iter
 
     if at_once == 1:
         while (job := next_ready(())) is not None:
-            yield job, job[0].fought(job[1], load(job[0].data), _found(out, *job))
+            yield job, _bout(load, *job, _found(out, *job))
         return
     threads = max(1, (os.cpu_count() or 1) // at_once)
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(at_once, _context(), initializer=_begin, initargs=(load, threads)) as pool:
-        running: dict[Future[Record], Job] = {}
+        running: dict[Future[Record | str], Job] = {}
         try:
             while waiting or running:
                 while len(running) < at_once and (job := next_ready(running.values())) is not None:
-                    running[pool.submit(_bout, *job, _found(out, *job))] = job
+                    running[pool.submit(_bout_here, *job, _found(out, *job))] = job
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
@@ -137,8 +153,15 @@ def _begin(load: Loader, threads: int) -> None:
     _LOAD[:] = [load]
 
 
-def _bout(contest: Contest, seed: int, found: Path) -> Record:
-    return contest.fought(seed, _LOAD[0](contest.data), found)
+def _bout(load: Loader, contest: Contest, seed: int, found: Path) -> Record | str:
+    try:
+        return contest.fought(seed, load(contest.data), found)
+    except Exception as error:  # the others go on, and it is told in the end
+        return f"{type(error).__name__}: {error}"
+
+
+def _bout_here(contest: Contest, seed: int, found: Path) -> Record | str:
+    return _bout(_LOAD[0], contest, seed, found)
 
 
 def _recorded(contest: Contest, seeds: int, out: Path) -> Record:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ellzero.experiments.arena import counting
-from ellzero.experiments.arena.bout import Bout
+from ellzero.experiments.arena.bout import Bout, Method
 
 STEPS, STRIDE = 4000, 10  # of pruning, to nothing; so many at once until the end is near
 REG = 5e-4  # its scripts' strength of the group norm, in place of weight decay
@@ -30,7 +30,7 @@ class RivalMissingError(ImportError):
 
 def magnitude(bout: Bout) -> nn.Module:
     """Group magnitude: the L2 norm of all that a unit has, over the mean of its group."""
-    tp, network = _package(), bout.dense()
+    tp, network = package(), bout.dense()
     bout.loop.train(network, _first(bout))
     pruner = _pruner(bout, network, tp.pruner.BasePruner, tp.importance.GroupMagnitudeImportance(p=2))
     return _finished(bout, network, pruner)
@@ -38,7 +38,7 @@ def magnitude(bout: Bout) -> nn.Module:
 
 def norm(bout: Bout) -> nn.Module:
     """Group norms regularised while the dense network trains (DepGraph's sparse learning), then pruned by them."""
-    tp, network = _package(), bout.dense()
+    tp, network = package(), bout.dense()
     importance = tp.importance.GroupMagnitudeImportance(p=2, normalizer="max")
     pruner = _pruner(bout, network, tp.pruner.GroupNormPruner, importance, reg=REG)
     bout.loop.train(network, _first(bout), decay=0.0, before_step=lambda: pruner.regularize(network))
@@ -47,7 +47,7 @@ def norm(bout: Bout) -> nn.Module:
 
 def taylor(bout: Bout) -> nn.Module:
     """First-order Taylor expansion: the change of the loss, by its gradient, if a unit were zero."""
-    tp, network = _package(), bout.dense()
+    tp, network = package(), bout.dense()
     bout.loop.train(network, _first(bout))
     pruner = _pruner(bout, network, tp.pruner.BasePruner, tp.importance.GroupTaylorImportance())
 
@@ -69,7 +69,8 @@ def _first(bout: Bout) -> int:
     return bout.loop.epochs // 2
 
 
-def _package() -> Any:
+def package() -> Any:
+    """Torch-Pruning; a RivalMissingError says that it is not installed."""
     try:
         import torch_pruning  # type: ignore[import-untyped]
     except ImportError:
@@ -110,3 +111,6 @@ def _prune(pruner: Any, count: Callable[[], int], most: int, look: Callable[[], 
             if cost <= most:
                 return
         largest = max(largest, before - cost)
+
+
+RIVALS: dict[str, Method] = {"magnitude": magnitude, "norm": norm, "taylor": taylor}
