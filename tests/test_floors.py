@@ -21,9 +21,9 @@ ENTRIES, LINES, CLASS, FUNCTION = 12, 450, 250, 60
 # gate families of other papers, the estimators, and what families may ask of weights and optimizers; 250 for recording;
 # 120 for `finalize` by sets that groups hold together, and an interrupt during import; 125 for mistakes around a budget
 # that are told, depthwise networks that shrink alive, and the noise of a fit that goes on; 10 for ways
-# that are compared beside a layer that goes as a whole; 1,030 for the arena and ResNet-56; 530 for noise of each example,
-# and what recipes need for the other methods of Table 1: families, estimators, schedules, starts, and the recipes;
-# 220 for attention heads and the numbers that modules store.
+# that are compared beside a layer that goes as a whole; 1,030 for the arena and ResNet-56; 530 for noise of each
+# example, and what recipes need for the other methods of Table 1: families, estimators, schedules, starts, and the
+# recipes; 220 for attention heads and the numbers that modules store.
 IN_ALL = 23_935
 LONG = {  # why it is longer than a function or class may be
     "objectives/constraint.py: Constraint": "a fifth is its docstring, a third what a complete and checked state takes",
