@@ -16,8 +16,9 @@ from ellzero.graph import tracing
 from ellzero.graph.axes import Graph
 from ellzero.graph.plan import make_plan
 from ellzero.graph.tracing import as_inputs
-from ellzero.graph.trials.rehearsal import closed, proven
+from ellzero.graph.trials.rehearsal import proven
 from ellzero.graph.trials.running import agree
+from ellzero.graph.trials.scenes import closed
 from support.oracles import set_gates
 from support.zoo import MLP, FeedForward, LeNet, ResNet
 

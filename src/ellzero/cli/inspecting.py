@@ -19,6 +19,7 @@ from ellzero.experiments.data import importing
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.tracing import TraceError, as_inputs, trace
 from ellzero.graph.trials.rehearsal import proven
+from ellzero.graph.trials.running import turns
 from ellzero.out.tables import new_table
 
 DTYPES = {
@@ -51,7 +52,7 @@ def inspect(
     model = load_model(target)
     with quiet():
         try:
-            graph = proven(model, trace(model, inputs), as_inputs(inputs))
+            graph = proven(model, trace(model, inputs, watch=turns), as_inputs(inputs))
         except TraceError as error:
             raise CommandError(str(error).replace("`example_inputs`", "`--input`"), FAILED) from error
     views = [_view(axis, streams) for axis in graph.axes]

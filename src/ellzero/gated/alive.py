@@ -9,7 +9,7 @@ two entries of a unit, and `attach` refuses placements where one does. This file
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -108,7 +108,7 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
     one = size + sum(c.shape[c.dim] for c in columns)
     zero = one + 1
     # For every unit, the sets of gates that decide about each entry that reads it.
-    readers: list[set[frozenset[int]]] = [set() for _ in range(graph.offsets[-1])]
+    readers: dict[int, set[frozenset[int]]] = defaultdict(set)
     at: dict[str, list[frozenset[int]]] = {}
     frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
     for tensor, dims in graph.reading.items():
@@ -122,11 +122,12 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
         if len(dims) > 1:  # the rows of one group read the same units
             _, positions = np.unique(units, return_index=True)
         on = acting[tensor]
-        at[tensor] = [frozenset(int(g.flat[k]) for g in on if g.flat[k] >= 0) for k in positions.tolist()]
+        lists = [g.ravel()[positions].tolist() for g in on]
+        at[tensor] = [frozenset(g for g in gates if g >= 0) for gates in zip(*lists, strict=True)]
         for unit, gates in zip(units.flat[positions].tolist(), at[tensor], strict=True):
-            if unit >= 0:
+            if unit >= 0 and not frozen[unit]:
                 readers[unit].add(gates)
-    shared, several = _decided(readers, frozen)
+    shared, several = _decided(readers, graph.offsets[-1])
     entries = {}
     for tensor, gates_of in at.items():
         dims = graph.reading[tensor]
@@ -134,8 +135,8 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
             continue
         units = graph.units[tensor][dims].tolist()
         if any(gates != shared[u] or u in several for u, gates in zip(units, gates_of, strict=True) if u >= 0):
-            entries[tensor] = _padded([[g] for g in gates_of], one, zero)[:, 0]
-    common = _padded([[c] for c in shared], one, zero)[:, 0]
+            entries[tensor] = _lines(gates_of, one)
+    common = _lines(shared, one)
     rest = _padded(list(several.values()), one, zero)
     return Liveness(size, one, tuple(columns), common, np.array(list(several), dtype=np.int64), rest, entries)
 
@@ -163,25 +164,29 @@ def _acting(graph: Graph, placements: Sequence[Placement], width: int) -> tuple[
 
 
 def _decided(
-    readers: Sequence[set[frozenset[int]]], frozen: npt.NDArray[np.bool_]
+    readers: Mapping[int, set[frozenset[int]]], count: int
 ) -> tuple[list[frozenset[int]], dict[int, list[frozenset[int]]]]:
     """For each unit the gates that all its readers share; and where readers differ beyond them, the further gates."""
-    shared: list[frozenset[int]] = []
+    shared: list[frozenset[int]] = [frozenset()] * count
     several: dict[int, list[frozenset[int]]] = {}
-    for unit, sets in enumerate(readers):
-        if frozen[unit] or not sets:
-            shared.append(frozenset())
-            continue
+    for unit, sets in readers.items():
         common = frozenset.intersection(*sets)
-        further = [s - common for s in sets]
-        shared.append(common)
-        if all(further):
+        shared[unit] = common
+        if len(sets) > 1 and all(further := [s - common for s in sets]):
             if sum(map(len, further)) > len(frozenset.union(*further)):
                 raise ValueError(
                     "`where` lets one gate decide about some of the entries that read a unit, beside other gates"
                 )
             several[unit] = further
     return shared, several
+
+
+def _lines(sets: Sequence[frozenset[int]], one: int) -> Numbers:
+    """Sets of gates as an array (unit, gate): missing gates are certain."""
+    width = max(map(len, sets), default=1) or 1
+    if width == 1:  # nearly always
+        return np.fromiter((next(iter(s), one) for s in sets), np.int64, len(sets))[:, None]
+    return _padded([[s] for s in sets], one, one)[:, 0]
 
 
 def _padded(sets: Sequence[Sequence[frozenset[int]]], one: int, zero: int) -> Numbers:

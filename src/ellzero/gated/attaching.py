@@ -23,6 +23,7 @@ from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.tracing import Inputs, as_inputs, shapes, telling, trace
 from ellzero.graph.trials.rehearsal import proven
+from ellzero.graph.trials.running import turns
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
@@ -90,7 +91,9 @@ def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     # Running the model here must not change what a seeded run draws later.
     with _ONE_AT_A_TIME, telling(), torch.random.fork_rng(devices=devices):
-        graph = trace(model, inputs[1] or inputs[0], limit=limit) if axes is None else _by_hand(model, axes)
+        graph = (
+            trace(model, inputs[1] or inputs[0], limit=limit, watch=turns) if axes is None else _by_hand(model, axes)
+        )
         return proven(model, graph, inputs)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -188,6 +188,13 @@ class Graph:
         for tensor in self.units.keys() & set(self.parameters):
             for units in self.units[tensor].values():
                 np.add.at(out, units[units >= 0], prod(self.shapes[tensor]) / units.size)
+        return out
+
+    def with_axes(self, axes: Iterable[Axis]) -> Graph:
+        """The same graph with other words about its axes, whose sites are the same: what was worked out stays."""
+        out = replace(self, axes=tuple(axes))
+        known = ("reading", "units", "balanced", "weight")
+        out.__dict__.update({key: self.__dict__[key] for key in known if key in self.__dict__})
         return out
 
     def carries_on(self, closed: Iterable[str]) -> bool:

@@ -178,7 +178,8 @@ def make_plan(
     for axis, start in empty:
         if not (axis.can_vanish and carries_on):
             kept[start + int(np.argmax(evidence[start : start + axis.size]))] = True
-    order = np.argsort(np.lexsort((-evidence, graph.weight, np.isneginf(evidence)))).astype(np.float64)
+    if graph.balanced:
+        order = np.argsort(np.lexsort((-evidence, graph.weight, np.isneginf(evidence)))).astype(np.float64)
     for balances in graph.balanced:
         even_out(kept, balances, order)
     return _carry_through(graph, kept, entries)

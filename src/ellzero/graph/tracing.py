@@ -12,7 +12,7 @@ import operator
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -101,13 +101,17 @@ def _copied(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Graph:
+Watch = Callable[[nn.Module, Inputs], Callable[[], tuple[str, ...]]]
+
+
+def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch: Watch | None = None) -> Graph:
     """Finds what shrinks together in `model`, from one example input.
 
     Args:
         model: any module that `torch.export` can trace. It is left as it is.
         example_inputs: a tuple of what it is called with; one tensor or a dict of keyword arguments will do.
         limit: seconds after which tracing gives up, naming the operation it was at.
+        watch: runs a copy of the model on the example first; what it returns then says what `turns` it.
 
     Returns:
         The graph of axes; an operation without a rule has frozen the axes that reach it.
@@ -130,14 +134,15 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0) -> Gra
         hint = "; detach it, or use `torch.nn.utils.parametrizations` where a hook makes it"
         raise TraceError(f"{what}: {why + hint if why else first_line(error)}") from error
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
-    walk(model, ties, inputs, deadline)
+    asked = walk(model, ties, inputs, deadline, watch=watch)
+    turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
     graph = unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
     with mode(model, False), torch.no_grad():
         graph = replace(graph, stored=stored(model, graph, lambda: run(model, inputs)))
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
-    return graph
+    return replace(graph, turns=turns)
 
 
 def whole_copy(model: nn.Module) -> nn.Module:
@@ -157,16 +162,27 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def walk(model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False) -> None:
+def walk(
+    model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False, watch: Watch | None = None
+) -> Callable[[], tuple[str, ...]]:
     """Lets the rules speak about one forward. Training is left out where the model has none, or takes no such batch."""
     try:
-        if not training:
-            # Not only to see that it runs: what a model caches is made here, and not of the fake tensors of an export.
-            with mode(model, training), torch.no_grad():
-                run(model, inputs)
+        # Not only to see that it runs: what a model caches is made here, and not of the fake tensors of an export.
+        asked = _nothing if training else (watch or _watched)(model, inputs)
     except Exception as error:
         raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
     _Walk(model, ties, canonical_names(model), deadline).go(inputs, training)
+    return asked
+
+
+def _watched(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
+    with mode(model, training=False), torch.no_grad():
+        run(model, inputs)
+    return _nothing
+
+
+def _nothing() -> tuple[str, ...]:
+    return ()
 
 
 def first_line(error: BaseException) -> str:

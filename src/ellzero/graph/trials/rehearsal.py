@@ -8,35 +8,30 @@ comes out is compared with the copy whose reading weights are set to zero at tho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
-from ellzero.graph.tracing import Inputs, first_line, progress, run, whole_copy
+from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials.retracing import strays
 from ellzero.graph.trials.running import (
-    Calls,
     Coarsest,
     agree,
-    disturb,
     enough,
     first_examples,
+    give_back,
     is_large,
     lean,
     seeded,
     stirred,
-    tensors_of,
-    turns,
 )
+from ellzero.graph.trials.scenes import Loans, Scene, loans, moving, staged
 
 UNSEEN = "the example input does not show whether the output depends on it"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
@@ -48,8 +43,8 @@ _FURTHER: tuple[HowMuch, ...] = ("one", "half", "uneven", "uneven", "uneven", "u
 
 def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     """The graph with every axis frozen whose units cannot be removed, and `can_vanish` where whole layers can be."""
-    if graph.products is not None:  # traced
-        graph = replace(graph, turns=turns(model, inputs))
+    if is_large(model):
+        give_back()  # what tracing took
     bench = _Bench(model, graph, inputs)
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
     reasons = dict.fromkeys(bench.unseen(free), UNSEEN)
@@ -58,7 +53,7 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     good = _sift(survivors, [], bench.keeps_its_way, reasons)
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
     lone = [s for s in sets if all(graph.axes[k].size == 1 for k in s)]
-    bench.graph = replace(graph, axes=tuple(axes))
+    bench.graph = graph.with_axes(axes)
     if len(good) < len(survivors):  # what is small by now must be small along these alone
         bench.survives_parts([k for s in good for k in s])
     vanishing = []
@@ -105,41 +100,6 @@ def _sift(
     return _sift(new[middle:], _sift(new[:middle], good, test, reasons), test, reasons)
 
 
-@dataclass
-class _Scene:
-    """A disturbed copy of the model with an input.
-
-    Args:
-        model: in evaluation.
-        inputs: that show something.
-        done: what was removed from it already.
-        last: the last mask that its units had, and what came of it, for whoever asks again.
-    """
-
-    model: nn.Module
-    inputs: Inputs
-    done: Plan | None = None
-    last: tuple[tuple[bytes, frozenset[str]], list[Tensor], Calls] | None = None
-
-    def masked(self, graph: Graph, alive: Mask, gone: frozenset[str] = frozenset()) -> tuple[list[Tensor], Calls]:
-        """What comes out with zeros where a weight reads a unit that is not alive, and the way that it takes outside of
-        the layers that are gone.
-        """
-        key = alive.tobytes(), gone
-        if self.last is None or self.last[0] != key:
-            layers = [self.model.get_submodule(path) for path in sorted(gone)]
-            with closed(self.model, graph, alive, self.done), seeded(self.model), Calls() as calls, calls.mute(layers):
-                out = run(self.model, self.inputs)
-            self.last = key, tensors_of(out), calls
-        return self.last[1:]
-
-    def removed(self, plan: Plan) -> _Scene:
-        """A scene with the units removed. It shares the tensors that stay as they are."""
-        small = lean(self.model)
-        plan.beyond(self.done).apply(small)
-        return _Scene(small, self.inputs, plan)
-
-
 class _Bench:
     """Disturbed copies of the model in float64 with an input each, and the comparison of masked and removed.
 
@@ -150,7 +110,7 @@ class _Bench:
     def __init__(self, model: nn.Module, graph: Graph, inputs: Inputs) -> None:
         self.graph = graph
         self.original, self.inputs = model, inputs
-        self.scenes: list[_Scene] = []
+        self.scenes: list[Scene] = []
         self.moved: set[int] = set()
         self.tolerance = 1e-9
         few = first_examples(inputs, enough(model, graph))
@@ -163,31 +123,40 @@ class _Bench:
             if self.scenes:
                 break
         else:
-            self.scenes, self.tolerance = [_Scene(copy.deepcopy(model).eval(), inputs)], 1e-3
+            self.scenes, self.tolerance = [Scene(copy.deepcopy(model).eval(), inputs)], 1e-3
         self.some = self.few = (self.without([]), self.scenes)  # any number of units, and one each
 
     def _sets(self, inputs: Inputs, seed: int = 0) -> bool:
         """Adds a scene, a disturbed copy of the model and an input, if it runs and gives finite numbers."""
-        model = whole_copy(self.original).eval()
-        disturb(model, seed)
-        moved = self._moved(model, inputs)
-        dtype = self.dtype
-        if dtype is not None:
-            model.to(dtype)
-            inputs = tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
-        scene = _Scene(model, inputs)
-        free = [k for k, a in enumerate(self.graph.axes) if a.frozen is None and a.size > 1]
+        lends = not seed and self.dtype is not None and is_large(self.original) and self.graph.products is not None
+        lent = loans(self.original, self.graph, self.dtype, seed) if lends and self.dtype else Loans()
+        return bool(lent.weights and self._adds(inputs, seed, lent)) or self._adds(inputs, seed, Loans())
+
+    def _adds(self, inputs: Inputs, seed: int, lent: Loans) -> bool:
+        whole = staged(self.original, inputs, seed, lent)
+        moved = set() if lent.weights else moving(self.graph, whole)
+        if self.dtype is not None:
+            whole.to(self.dtype)
+        free = [k for k, a in enumerate(self.graph.axes) if a.frozen is None]
+        many = self._part([k for k in free if self.graph.axes[k].size > 1], "many")
         try:
             with Coarsest() as coarsest:  # with the mask that is asked for first
-                outputs, _ = scene.masked(self.graph, self._part(free, "many").units)
+                if lent.weights:
+                    outputs, small = whole.both(self.graph, many)
+                else:
+                    outputs, _ = whole.masked(self.graph, many.units)
+            if not all(bool(t.isfinite().all()) for t in outputs):
+                return False
+            if lent.weights:  # slopes of what is left will do, if they show everything
+                moved = moving(self.graph, small)
         except Exception:
             return False
-        fine = all(bool(t.isfinite().all()) for t in outputs)
-        if fine:
-            self.scenes.append(scene)
-            self.moved = moved
-            self.tolerance = max(self.tolerance, coarsest.tolerance(1e-9))
-        return fine
+        if lent.weights and not all(self._among(moved, k) for k in free):
+            return False
+        self.scenes.append(whole)
+        self.moved = moved
+        self.tolerance = max(self.tolerance, coarsest.tolerance(1e-9))
+        return True
 
     def unseen(self, axes: Sequence[int]) -> list[int]:
         """The axes that the output does not depend on, as far as any scene shows: their removal cannot be checked.
@@ -204,50 +173,15 @@ class _Bench:
             left = still
         return left
 
-    def _moved(self, model: nn.Module, inputs: Inputs) -> set[int]:
-        """Units whose closing moves the output, to first order: slope of a random projection times the weight."""
-        moved: set[int] = set()
-
-        def note(weight: Tensor, tensor: str) -> None:
-            assert weight.grad is not None
-            dims = self.graph.reading[tensor]
-            rest = [d for d in range(weight.ndim) if d not in dims]
-            move = (weight.grad * weight.detach()).abs()
-            moves = (move.sum(rest) if rest else move).cpu().numpy() > 0
-            moved.update(np.unique(self.graph.units[tensor][dims][moves]).tolist())
-            weight.grad = None  # at once: all of them are as large as the model
-
-        members = dict(model.named_parameters())
-        needed = {name: p.requires_grad for name, p in members.items()}
-        for name, p in members.items():
-            p.requires_grad_(name in self.graph.reading and p.is_floating_point())
-        hooks = [
-            p.register_post_accumulate_grad_hook(partial(note, tensor=name))
-            for name, p in members.items()
-            if p.requires_grad
-        ]
-        generator = torch.Generator().manual_seed(1)
-        try:
-            with torch.enable_grad():
-                outputs = tensors_of(run(model, inputs))
-                noise = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
-                total = sum((t * n).sum() for t, n in zip(outputs, noise, strict=True) if t.requires_grad)
-                total.backward()  # type: ignore[union-attr]
-        except Exception:  # no floating-point output, or something that has no derivative
-            return set()
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for name, p in members.items():
-                p.requires_grad_(needed[name]).grad = None
-        return moved
-
-    def _shows(self, axis: int, scene: _Scene) -> bool:
+    def _among(self, units: set[int], axis: int) -> bool:
         span = self.span(axis)
-        if any(span.start <= unit < span.stop for unit in self.moved):
+        return any(span.start <= unit < span.stop for unit in units)
+
+    def _shows(self, axis: int, scene: Scene) -> bool:
+        if self._among(self.moved, axis):
             return True
-        usual, _ = _Scene(scene.model, scene.inputs).masked(self.graph, self.without([]))
-        masked, _ = _Scene(scene.model, scene.inputs).masked(self.graph, self.without([axis]))
+        usual, _ = replace(scene, last=None).masked(self.graph, self.without([]))
+        masked, _ = replace(scene, last=None).masked(self.graph, self.without([axis]))
         return not all(torch.equal(a, b) for a, b in zip(usual, masked, strict=True))
 
     def survives_parts(self, axes: Sequence[int]) -> str | None:
@@ -325,10 +259,9 @@ class _Bench:
         return None
 
     def _vanishing(self, axes: Sequence[int]) -> Graph:
-        changed = (replace(a, can_vanish=k in axes) for k, a in enumerate(self.graph.axes))
-        return replace(self.graph, axes=tuple(changed))
+        return self.graph.with_axes(replace(a, can_vanish=k in axes) for k, a in enumerate(self.graph.axes))
 
-    def survives(self, plan: Plan, scenes: Sequence[_Scene]) -> tuple[str | None, list[_Scene]]:
+    def survives(self, plan: Plan, scenes: Sequence[Scene]) -> tuple[str | None, list[Scene]]:
         """How it went wrong to remove units, if it did; and the scenes without them."""
         made = []
         progress(f"trying out a removal of {(~plan.units).sum()} units")
@@ -343,6 +276,9 @@ class _Bench:
                 return "the model gives another output with a unit of it removed than with the unit closed", []
             if what := usual.departure(calls):
                 return f"the model does something else with a unit of it removed: {what}", []
+            small.last = None  # outputs may be large, and nobody asks for these again
+            if scene.done is not None:
+                scene.last = None
             made.append(small)
         return None, made
 
@@ -395,43 +331,3 @@ class _Bench:
 def _within(graph: Graph, alive: Mask, left: Mask, *, refuse: bool = False) -> Plan:
     """The plan that leaves of these units those that are left, and brings no others back."""
     return make_plan(graph, alive & left, evidence=np.where(left, 0.0, -np.inf), refuse=refuse)
-
-
-@contextmanager
-def closed(model: nn.Module, graph: Graph, alive: Mask, done: Plan | None = None) -> Iterator[None]:
-    """Has zeros, in place, where a weight reads a unit that is not alive. `done` was removed from the model already."""
-    members = dict(model.named_parameters())
-    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
-    with torch.no_grad():
-        for tensor, dims in graph.reading.items():
-            units = graph.units[tensor][dims] if done is None else _left(graph.units[tensor][dims], tensor, dims, done)
-            gone = ~(alive[units] | (units < 0))
-            if not gone.any():
-                continue
-            weight, dim = members[tensor], dims[0]
-            rows = torch.as_tensor(np.flatnonzero(gone if len(dims) == 1 else gone.any(1)), device=weight.device)
-            saved.append((weight, dim, rows, _exact(weight.index_select(dim, rows))))
-            if len(dims) == 1:
-                weight.index_fill_(dim, rows, 0)
-            else:
-                weight.mul_(torch.as_tensor(~gone).reshape(*gone.shape, *[1] * (weight.ndim - 2)).to(weight))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for was, dim, rows, entries in saved:
-                was.index_copy_(dim, rows, entries.to(was))
-
-
-def _left(units: Numbers, tensor: str, dims: tuple[int, ...], done: Plan) -> Numbers:
-    """What is left of the units along dimensions of a tensor that something was removed from."""
-    if len(dims) > 1:
-        left: Numbers = done.slice(tensor, torch.as_tensor(units)).numpy()
-        return left
-    return units[done.rows.get(tensor, {}).get(dims[0], slice(None))]
-
-
-def _exact(entries: Tensor) -> Tensor:
-    """The same numbers, in half the memory where float32 holds them, as it does those of a model in float32."""
-    single = entries.float() if entries.dtype == torch.float64 else entries
-    return single if torch.equal(single.to(entries), entries) else entries

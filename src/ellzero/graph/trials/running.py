@@ -7,8 +7,9 @@ batch or another integer turns it, `turns` says so. This file knows no axes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import ctypes
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import zip_longest
 from math import inf, isfinite
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ellzero.graph.axes import Graph
 from ellzero.graph.rules import SIZED
-from ellzero.graph.tracing import Inputs, batch_size, run
+from ellzero.graph.tracing import Inputs, batch_size, mode, run
 
 LARGE = 1_000_000  # parameters
 
@@ -31,9 +32,17 @@ def is_large(model: nn.Module) -> bool:
     return sum(p.numel() for p in model.parameters()) > LARGE
 
 
-def lean(model: nn.Module) -> nn.Module:
-    """A copy that shares its parameters with the model, for whoever does not change their numbers."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+def give_back() -> None:
+    """Gives free memory back to the system: glibc keeps it, in pieces that are too small for what comes next."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def lean(model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
+    """A copy that shares its parameters with the model, for whoever does not change their numbers; or has other ones
+    `instead`, by their `id`.
+    """
+    memo: dict[int, Any] = {id(p): (instead or {}).get(id(p), p) for p in model.parameters()}
     for module in reversed(list(model.modules())):  # what is inside before what holds it
         if id(module) not in memo:
             memo[id(module)] = _slight(module, memo) if _is_plain(module) else copy.deepcopy(module, memo)
@@ -60,6 +69,7 @@ def _slight(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     out = object.__new__(type(module))
     for key, value in vars(module).items():
         out.__dict__[key] = value.copy() if isinstance(value, dict | list | set) else value
+    out._parameters = {key: p if p is None else memo[id(p)] for key, p in module._parameters.items()}
     out._modules = {key: m if m is None else memo[id(m)] for key, m in module._modules.items()}
     for key, b in module._buffers.items():
         if isinstance(b, Tensor) and type(b) is Tensor and b.is_leaf:
@@ -69,18 +79,23 @@ def _slight(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return out
 
 
-def turns(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """What makes the model take another way than with the example, in words: "a batch of 1", "4 instead of 3"."""
-    model = copy.deepcopy(model).eval()
+def turns(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
+    """Runs the model on the example. What comes back asks what makes it take another way, and says so in words:
+    "a batch of 1", "4 instead of 3".
+    """
     usual = _names(model, inputs)
-    found = []
-    for what, other in _others(inputs):
-        try:
-            if all(_names(model, other) != usual for _ in range(2)):  # the first time it may fill a cache
-                found.append(what)
-        except Exception:  # it takes no such input
-            continue
-    return tuple(found)
+
+    def ask() -> tuple[str, ...]:
+        found = []
+        for what, other in _others(inputs):
+            try:
+                if all(_names(model, other) != usual for _ in range(2)):  # the first time it may fill a cache
+                    found.append(what)
+            except Exception:  # it takes no such input
+                continue
+        return tuple(found)
+
+    return ask
 
 
 def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
@@ -99,9 +114,10 @@ def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
 
 
 def _names(model: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
-    with Calls() as calls, torch.no_grad():
+    with mode(model, training=False), Calls() as calls, torch.no_grad():
         run(model, inputs)
-    return [(name, ndim) for name, _, ndim in calls.made]
+    # An `expand` is no way of its own: many leave it out where there is nothing to repeat.
+    return [(name, ndim) for name, _, ndim in calls.made if name not in ("expand", "expand_as")]
 
 
 def _flat(told: Any) -> Iterator[Any]:
@@ -253,20 +269,28 @@ def first_examples(inputs: Inputs, count: int) -> Inputs:
     return out
 
 
-def disturb(model: nn.Module, seed: int) -> None:
-    """Moves every number a little, or not so little for seeds above 0, from a generator of its own."""
+def disturb(model: nn.Module, seed: int, *, but: Collection[str] = ()) -> None:
+    """Moves every number a little, or not so little for seeds above 0, but for the parameters named in `but`."""
+    for k, (name, p) in enumerate(model.named_parameters()):
+        if p.is_floating_point() and name not in but:
+            move(p.detach(), seed, k)
     generator = torch.Generator().manual_seed(seed)
-    share, least = (0.1, 0.02) if seed == 0 else (1.0, 0.1)
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.is_floating_point():
-                p.add_(_noise(p, generator).mul_(share * p.abs().mean() + least))
-        for b in model.buffers():
-            if b.is_floating_point():  # a factor near one: a variance stays positive
+    for b in model.buffers():
+        if b.is_floating_point():  # a factor near one: a variance stays positive
+            with torch.no_grad():
                 b.mul_(1 + 0.1 * torch.rand(b.shape, generator=generator).to(b))
 
 
-def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Random numbers with a deviation of one. Drawing takes its time: the 65,537th is the first again."""
-    drawn = torch.rand(min(like.numel(), 65537), generator=generator).sub_(0.5).mul_(3.5).to(like)
-    return drawn.repeat(-(-like.numel() // max(1, len(drawn))))[: like.numel()].view(like.shape)
+def move(numbers: Tensor, seed: int, which: int) -> None:
+    """Moves numbers in place, from a generator of their own. Drawing is slow: the 65,537th is the first again."""
+    share, least = (0.1, 0.02) if seed == 0 else (1.0, 0.1)
+    generator = torch.Generator().manual_seed(1000 * which + seed)
+    drawn = torch.rand(max(1, min(numbers.numel(), 65537)), generator=generator).sub_(0.5).mul_(3.5).to(numbers)
+    drawn.mul_(share * numbers.abs().mean() + least)
+    whole = numbers.numel() // len(drawn)
+    if numbers.is_contiguous():
+        flat = numbers.view(-1)
+        flat[: whole * len(drawn)].view(whole, -1).add_(drawn)
+        flat[whole * len(drawn) :].add_(drawn[: numbers.numel() - whole * len(drawn)])
+    else:
+        numbers.add_(drawn.repeat(whole + 1)[: numbers.numel()].view(numbers.shape))

@@ -1,0 +1,280 @@
+"""A disturbed copy of a network with an input: what comes out with units masked, and without them.
+
+A large copy borrows the weights of its layers: each is made, in float64, when its layer runs, and is gone afterwards.
+So no whole network in float64, twice as large as the user's, lies beside it. This file does not know what is tried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from ellzero.graph.axes import Graph, Numbers
+from ellzero.graph.plan import Mask, Plan
+from ellzero.graph.tracing import Inputs, places, run, whole_copy
+from ellzero.graph.trials.running import Calls, disturb, lean, move, seeded, tensors_of
+
+Lends = Callable[[str, Tensor], None]
+_LENDING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class Loans:
+    """Weights that a copy of a model has only while their layers run.
+
+    Args:
+        weights: the model's own, each with its number among the parameters.
+        seed: how they are disturbed.
+        dtype: of what the copy gets.
+    """
+
+    weights: dict[str, tuple[int, nn.Parameter]] = field(default_factory=dict)
+    seed: int = 0
+    dtype: torch.dtype = torch.float64
+
+    def made(self, name: str) -> Tensor:
+        """A weight as the copy has it."""
+        number, weight = self.weights[name]
+        out = weight.detach().to(self.dtype, copy=True)
+        move(out, self.seed, number)
+        return out
+
+    @contextmanager
+    def lent(self, model: nn.Module, change: Lends) -> Iterator[None]:
+        """Lets each layer have its weight when it runs in the block, changed in place."""
+        with ExitStack() as hooks:
+            for name in self.weights:
+                layer = model.get_submodule(name.rpartition(".")[0])
+                away = layer._parameters["weight"]
+
+                def take(layer: nn.Module, _: Any, name: str = name) -> None:
+                    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+                        weight = self.made(name)
+                        change(name, weight)
+                        layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+                def give(layer: nn.Module, *_: Any, away: nn.Parameter | None = away) -> None:
+                    layer._parameters["weight"] = away
+
+                hooks.callback(layer.register_forward_pre_hook(take).remove)
+                hooks.callback(layer.register_forward_hook(give, always_call=True).remove)
+            yield
+
+
+def loans(model: nn.Module, graph: Graph, dtype: torch.dtype, seed: int) -> Loans:
+    """What can be lent: the weights that no one but their own layer reads."""
+    once = {name for name, where in places(model).items() if len(where) == 1}
+    found = {}
+    for number, (name, p) in enumerate(model.named_parameters()):
+        path, _, key = name.rpartition(".")
+        own = key == "weight" and name in once & graph.in_own_module and type(model.get_submodule(path)) in _LENDING
+        if own and p.is_floating_point():
+            found[name] = number, p
+    return Loans(found, seed, dtype)
+
+
+@dataclass
+class Scene:
+    """A disturbed copy of the model with an input.
+
+    Args:
+        model: in evaluation.
+        inputs: that show something.
+        done: what was removed from it already.
+        loans: the weights that it borrows. Where they are not read, they are not a number, of the right type and size.
+        last: the last mask that its units had, and what came of it, for whoever asks again.
+        small: the last scene that units were removed from, where that was dear.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    done: Plan | None = None
+    loans: Loans = field(default_factory=Loans)
+    last: tuple[tuple[bytes, frozenset[str]], list[Tensor], Calls] | None = None
+    small: Scene | None = None
+
+    def masked(
+        self, graph: Graph, alive: Mask, gone: frozenset[str] = frozenset(), lends: Lends | None = None
+    ) -> tuple[list[Tensor], Calls]:
+        """What comes out with zeros where a weight reads a unit that is not alive, and the way that it takes outside of
+        the layers that are gone. `lends` sees each weight that is lent, as it was.
+        """
+        key = alive.tobytes(), gone
+        if self.last is None or self.last[0] != key:
+            layers = [self.model.get_submodule(path) for path in sorted(gone)]
+            shut = closed(self.model, graph, alive, self.done, self.loans, lends)
+            with shut, seeded(self.model), Calls() as calls, calls.mute(layers):
+                out = run(self.model, self.inputs)
+            self.last = key, tensors_of(out), calls
+        return self.last[1:]
+
+    def both(self, graph: Graph, plan: Plan) -> tuple[list[Tensor], Scene]:
+        """What comes out with the units masked, and the scene without them. What is lent is made once for the two."""
+        seen: dict[str, Tensor] = {}
+        out, _ = self.masked(
+            graph, plan.units, lends=lambda name, weight: seen.update({name: plan.slice(name, weight)})
+        )
+        return out, self.removed(plan, seen)
+
+    def removed(self, plan: Plan, seen: Mapping[str, Tensor] | None = None) -> Scene:
+        """A scene with the units removed. It shares the tensors that stay as they are. What is left of borrowed ones
+        may be known.
+        """
+        last = self.small and self.small.done
+        if self.small and last and (last.units == plan.units).all() and last.closed == plan.closed:
+            return self.small
+        small = lean(self.model)
+        plan.beyond(self.done).apply(small)
+        layers = dict(small.named_modules())
+        for name in self.loans.weights:
+            path, _, key = name.rpartition(".")
+            weight = layers[path]._parameters.get(key)  # none in what stands in for a layer that is gone
+            if weight is not None:
+                known = (seen or {}).get(name)
+                numbers = plan.slice(name, self.loans.made(name)) if known is None else known
+                layers[path]._parameters[key] = nn.Parameter(numbers, requires_grad=weight.requires_grad)
+        out = Scene(small, self.inputs, plan)
+        self.small = out if self.loans.weights else None
+        return out
+
+    def to(self, dtype: torch.dtype) -> None:
+        """Has numbers of another type."""
+        self.model.to(dtype)
+        self.inputs = tree_map(
+            lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, self.inputs
+        )
+
+
+def staged(model: nn.Module, inputs: Inputs, seed: int, lent: Loans) -> Scene:
+    """The model disturbed, in its own type of number, with these weights borrowed."""
+    if not lent.weights:
+        out = whole_copy(model).eval()
+    else:
+        nan = {
+            name: p.new_full((), torch.nan, dtype=lent.dtype).expand(p.shape) for name, (_, p) in lent.weights.items()
+        }
+        own = {
+            id(p): nn.Parameter(nan[name] if name in nan else p.detach().clone(), requires_grad=p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        out = lean(model, own).eval()
+    disturb(out, seed, but=lent.weights)
+    return Scene(out, inputs, loans=lent)
+
+
+def moving(graph: Graph, scene: Scene) -> set[int]:
+    """Units whose closing moves the output, to first order: slope of a random projection times the weight."""
+    moved: set[int] = set()
+    model, done = scene.model, scene.done
+
+    def note(weight: Tensor, tensor: str) -> None:
+        assert weight.grad is not None
+        dims = graph.reading[tensor]
+        rest = [d for d in range(weight.ndim) if d not in dims]
+        slope = (weight.grad * weight.detach()).abs()
+        moves = (slope.sum(rest) if rest else slope).cpu().numpy() > 0
+        units = graph.units[tensor][dims]
+        moved.update(np.unique((units if done is None else remaining(units, tensor, dims, done))[moves]).tolist())
+        weight.grad = None  # at once: all of them are as large as the model
+
+    members = dict(model.named_parameters())
+    needed = {name: p.requires_grad for name, p in members.items()}
+    asked = {site.tensor for axis in graph.axes if axis.frozen is None for site in axis.readers}
+    for name, p in members.items():
+        p.requires_grad_(name in asked and p.is_floating_point())
+    hooks = [
+        p.register_post_accumulate_grad_hook(partial(note, tensor=name))
+        for name, p in members.items()
+        if p.requires_grad
+    ]
+    generator = torch.Generator().manual_seed(1)
+    try:
+        with torch.enable_grad():
+            outputs = tensors_of(run(model, scene.inputs))
+            noise = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
+            total = sum((t * n).sum() for t, n in zip(outputs, noise, strict=True) if t.requires_grad)
+            total.backward()  # type: ignore[union-attr]
+    except Exception:  # no floating-point output, or something that has no derivative
+        return set()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, p in members.items():
+            p.requires_grad_(needed[name]).grad = None
+    return moved
+
+
+@contextmanager
+def closed(
+    model: nn.Module,
+    graph: Graph,
+    alive: Mask,
+    done: Plan | None = None,
+    lent: Loans | None = None,
+    lends: Lends | None = None,
+) -> Iterator[None]:
+    """Has zeros, in place, where a weight reads a unit that is not alive. `done` was removed from the model already."""
+    members, lent = dict(model.named_parameters()), lent or Loans()
+    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    closing: dict[str, Mask] = {}
+    for tensor, dims in graph.reading.items():
+        units = graph.units[tensor][dims] if done is None else remaining(graph.units[tensor][dims], tensor, dims, done)
+        gone = ~(alive[units] | (units < 0))
+        if gone.any():
+            closing[tensor] = gone
+    with torch.no_grad():
+        for tensor in closing.keys() - lent.weights.keys():
+            weight, dim = members[tensor], graph.reading[tensor][0]
+            rows = _rows(closing[tensor], weight)
+            saved.append((weight, dim, rows, _exact(weight.index_select(dim, rows))))
+            _close(graph, closing, tensor, weight)
+
+    def change(name: str, weight: Tensor) -> None:
+        if lends is not None:
+            lends(name, weight)
+        _close(graph, closing, name, weight)
+
+    try:
+        with lent.lent(model, change):
+            yield
+    finally:
+        with torch.no_grad():
+            for was, dim, rows, entries in saved:
+                was.index_copy_(dim, rows, entries.to(was))
+
+
+def _rows(gone: Mask, weight: Tensor) -> Tensor:
+    return torch.as_tensor(np.flatnonzero(gone if gone.ndim == 1 else gone.any(1)), device=weight.device)
+
+
+def _close(graph: Graph, closing: dict[str, Mask], tensor: str, weight: Tensor) -> None:
+    """Puts zeros into a weight where it reads what is closed."""
+    if tensor in closing:
+        gone = closing[tensor]
+        if gone.ndim == 1:
+            weight.index_fill_(graph.reading[tensor][0], _rows(gone, weight), 0)
+        else:
+            weight.mul_(torch.as_tensor(~gone).reshape(*gone.shape, *[1] * (weight.ndim - 2)).to(weight))
+
+
+def remaining(units: Numbers, tensor: str, dims: tuple[int, ...], done: Plan) -> Numbers:
+    """What is left of the units along dimensions of a tensor that something was removed from."""
+    if len(dims) > 1:
+        sliced: Numbers = done.slice(tensor, torch.as_tensor(units)).numpy()
+        return sliced
+    return units[done.rows.get(tensor, {}).get(dims[0], slice(None))]
+
+
+def _exact(entries: Tensor) -> Tensor:
+    """The same numbers, in half the memory where float32 holds them, as it does those of a model in float32."""
+    single = entries.float() if entries.dtype == torch.float64 else entries
+    return single if torch.equal(single.to(entries), entries) else entries
