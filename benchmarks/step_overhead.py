@@ -1,10 +1,13 @@
 """What gates cost in training: the ratio gated/dense of one full Adam step at batch 100, by CPU time.
 
     python benchmarks/step_overhead.py [--blocks 60] [--steps 40] [--json FILE]
+    python benchmarks/step_overhead.py --families [--json FILE]
 
 Dense and gated steps run in interleaved blocks in one process, one thread, and each ratio is the median over pairs of
 neighbouring blocks, with the quartiles beside it. "Gated" is everything a user of a constraint does: draw the gates,
 run, add the constraint, backward, Adam, `ascend()`. "Compiled" compiles the loss on both sides; Adam stays as it is.
+`--families` measures other gate families instead, each in the step that a recipe of its own has: its penalty, noise as
+its authors draw it, what it does after a step; against the dense step by the same optimizer.
 Peak memory is that of live tensors during a step (weights, gradients, moments, activations), counted at every
 operation.
 """
@@ -27,6 +30,10 @@ from provenance import write
 from torch import nn
 
 import ellzero as l0
+from ellzero.experiments.data import stand_in
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train.trainer import Trainer
 from ellzero.objectives.latency import interleaved
 
 
@@ -84,6 +91,54 @@ def gated_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compiled: boo
     return step
 
 
+# Families and their recipes: network and data are ours here, the gates, noise and optimizer theirs.
+FAMILIES = {
+    "hard concrete": "louizos-mlp",
+    "dropout": "dropout-mlp",
+    "generalized dropout": "gd-mlp",
+    "SBP": "sbp-mlp",
+    "group lasso": "gl-mlp",
+    "Sparse VD": "sparse-vd-mlp",
+    "BC-GNJ": "bc-gnj-mlp",
+    "BC-GHS": "bc-ghs-mlp",
+}
+
+
+def family_step(network: str, name: str, dense: bool) -> Step:
+    """A step of the recipe's own trainer, one run of it, or of the same without gates."""
+    recipe = get(FAMILIES[name]).override(
+        network=network, data="mnist5k", batch=100, ema=None, drop_rates={"*": 0.5}, weights_first=0.0,
+        most_noise=None, threshold=None, compile=False, penalty=1.0,
+    )  # fmt: skip
+    if dense:
+        plain = {"optimizer": recipe.optimizer, "lr": recipe.lr, "batch": 100, "scaling": recipe.scaling}
+        recipe = Recipe.from_dict(
+            {"name": "dense", "network": network, "data": "mnist5k", "placement": None, "compile": False, **plain}
+        )
+    trainer = Trainer([recipe], stand_in("mnist5k", images=100))
+    trainer.runs.train()
+    index, noise = (drawn[0] for drawn in trainer.supply.epoch(0))
+
+    def step() -> None:
+        trainer.take(index, noise)
+
+    return step
+
+
+def families(blocks: int, steps: int) -> list[dict[str, Any]]:
+    """The rows of `--families`, printed as they come."""
+    rows = []
+    print(f"{'network':9} {'family':20} {'dense ms':>9} {'gated/dense':>12} {'quartiles':>14}")
+    for network, title, share in (("lenet300", "MLP", 1), ("lenet5", "LeNet-5", 4)):
+        for name in FAMILIES:
+            pair = family_step(network, name, dense=True), family_step(network, name, dense=False)
+            middle, low, high, ms = ratio(*pair, blocks, max(1, steps // share))
+            print(f"{title:9} {name:20} {ms:9.3f} {middle:12.3f} {low:6.3f} – {high:5.3f}", flush=True)
+            row = {"network": title, "family": name, "dense_ms": ms, "ratio": middle, "quartiles": [low, high]}
+            rows.append(row)
+    return rows
+
+
 def maybe_compiled(compiled: bool, loss: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     return torch.compile(loss) if compiled else loss
 
@@ -125,10 +180,16 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=40, help="steps in a block of the MLP (a quarter of it for LeNet-5)"
     )
+    parser.add_argument("--families", action="store_true", help="other gate families instead")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if options.families:
+        found = families(options.blocks, options.steps)
+        if options.json:
+            write(options.json, "step_overhead", {"families": found}, vars(options))
+        return
     x, y = torch.randn(100, 1, 28, 28), torch.randint(10, (100,))
     # First, while nothing else is in memory.
     dense = peak_bytes(partial(dense_step, LeNet5(), x, y, False))

@@ -103,3 +103,20 @@ def test_a_gated_step_is_one_of_training_under_a_constraint(benchmark: Any) -> N
         before = [p.clone() for p in model.parameters()]
         step(model, x, y, False)()
         assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["group lasso", "BC-GHS"])
+def test_a_step_of_a_family_is_that_of_its_recipe(benchmark: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    networks = benchmark("step_overhead")
+    made: list[Any] = []
+    trainer = networks.Trainer
+    monkeypatch.setattr(networks, "Trainer", lambda *args: made.append(trainer(*args)) or made[-1])
+    for dense in (True, False):
+        step = networks.family_step("lenet300", family, dense)
+        before = {name: value.clone() for name, value in made[-1].runs.values().items()}
+        step()
+        moved = {name for name, value in made[-1].runs.values().items() if not torch.equal(value, before[name])}
+        assert {name for name in before if ".weight" in name and ".gates." not in name} <= moved
+    assert [recipe.gate for recipe in made[-1].recipes] == [{"group lasso": "group_lasso", "BC-GHS": "bc_ghs"}[family]]
+    assert [m.recipe.placement for m in made] == [None, "per_layer"]
+    assert made[0].recipe.optimizer == made[1].recipe.optimizer == ("sgd" if family == "group lasso" else "adam")
