@@ -228,12 +228,17 @@ def test_a_transformer_layer_is_gated_in_training_and_on_the_fast_path(where: An
 
     def by_hand(z: dict[str, Tensor]) -> nn.Module:
         if where is l0.shrinkable:
-            return masked(layer, {"linear2.weight": z["linear1"]})
+            heads = z["self_attn"].repeat_interleave(4)
+            return masked(layer, {"linear2.weight": z["linear1"], "self_attn.out_proj.weight": heads})
         return masked(
             layer, {("self_attn.in_proj_weight" if n == "self_attn" else f"{n}.weight"): v for n, v in z.items()}
         )
 
-    names = {"linear1"} if where is l0.shrinkable else {"self_attn", "self_attn.out_proj", "linear1", "linear2"}
+    names = (
+        {"self_attn", "linear1"}
+        if where is l0.shrinkable
+        else {"self_attn", "self_attn.out_proj", "linear1", "linear2"}
+    )
     assert {name for name, _ in gated.named_gates()} == names
     torch.testing.assert_close(gated(x, gate_noise=noise), by_hand(drawn(gated, noise))(x))
     gated.eval()

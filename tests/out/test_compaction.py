@@ -582,26 +582,47 @@ def test_attention_that_counts_on_its_width_is_frozen_and_its_feed_forward_exact
     assert "shape '[2, 5, 8]' is invalid" in str(reasons["q"])
 
 
+def with_heads(attention: str, size: int, readers: Readers) -> Callable[[nn.Module, dict[str, Tensor]], nn.Module]:
+    """A copy masked by hand: `nn.MultiheadAttention` reads its projection's weight without calling that layer."""
+
+    def by_hand(model: nn.Module, z: dict[str, Tensor]) -> nn.Module:
+        copied = masked_by_hand(model, z, {name: layers for name, layers in readers.items() if name != attention})
+        projection: Any = copied.get_submodule(attention).out_proj
+        with torch.no_grad():
+            projection.weight.mul_(z[attention].repeat_interleave(size))
+        return copied
+
+    return by_hand
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable", [True, False])
 def test_transformer_encoder_layer(trainable: bool) -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 7, batch_first=True).requires_grad_(trainable)
-    gated, small = exact(layer, images(2, 5, 8), {"linear1": {"linear2": same}}, {"linear1": [0, 3, 6]})
-    assert small.linear1.out_features == 4
-    assert any("attention" in str(a.frozen) or "reads" in str(a.frozen) for a in gated.axes if "self_attn" in a.name)
+    readers: Readers = {"self_attn": {}, "linear1": {"linear2": same}}
+    closed = {"linear1": [0, 3, 6], "self_attn": [1]}
+    _, small = exact(layer, images(2, 5, 8), readers, closed, by_hand=with_heads("self_attn", 4, readers))
+    assert (small.linear1.out_features, small.self_attn.num_heads) == (4, 1)
 
 
 @pytest.mark.slow
-def test_multihead_attention_is_frozen_and_its_output_exact() -> None:
+def test_multihead_attention_reads_and_writes_what_is_left() -> None:
     model = net(
         lambda m, x: (lambda e: m.out(m.attention(e, e, e, need_weights=False)[0]))(m.embed(x)),
         embed=nn.Linear(3, 8),
         attention=nn.MultiheadAttention(8, 2, batch_first=True),
         out=nn.Linear(8, 2),
     )
-    gated, _ = exact(model, images(2, 5, 3), {"attention.out_proj": {"out": same}}, {"attention.out_proj": [0, 3]})
-    reasons = {a.name: a.frozen for a in gated.axes}
-    assert "does not run with a unit of it removed" in str(reasons["embed"])  # it stores its width
+    readers: Readers = {"embed": {}, "attention": {}, "attention.out_proj": {"out": same}}
+    closed = {"embed": [2, 5, 6], "attention": [0], "attention.out_proj": [0, 3]}
+
+    def by_hand(model: nn.Module, z: dict[str, Tensor]) -> nn.Module:
+        copied = with_heads("attention", 4, {"attention.out_proj": {"out": same}})(model, z)
+        copied.get_submodule("embed").register_forward_hook(lambda _, args, made: made * z["embed"])
+        return copied
+
+    _, small = exact(model, images(2, 5, 3), readers, closed, by_hand=by_hand)
+    assert small.attention.in_proj_weight.shape == (3 * 4, 5)
 
 
 def test_queries_and_keys_written_out_are_frozen() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ellzero.graph.standins import FewerHeads
+
 RESIZERS: dict[type[nn.Module], Callable[[Any], None]] = {}
 
 
@@ -75,6 +77,22 @@ def _layer_norm(m: nn.LayerNorm) -> None:
 @resizes(nn.Embedding, nn.EmbeddingBag)
 def _embedding(m: nn.Embedding) -> None:
     m.num_embeddings, m.embedding_dim = m.weight.shape
+
+
+@resizes(nn.MultiheadAttention)
+def _heads(m: nn.MultiheadAttention) -> None:
+    """Heads that are not as wide as the input together are nothing that torch's own forward takes."""
+    packed: Any = m.in_proj_weight
+    inner = m.out_proj.weight.shape[1]
+    m.num_heads = inner // m.head_dim
+    m.embed_dim = (m.q_proj_weight if packed is None else packed).shape[1]
+    m.kdim = (m.k_proj_weight if packed is None else packed).shape[1]
+    m.vdim = (m.v_proj_weight if packed is None else packed).shape[1]
+    m.out_proj.out_features, m.out_proj.in_features = m.out_proj.weight.shape
+    if type(m) in (nn.MultiheadAttention, FewerHeads) and m.bias_k is None and not m.add_zero_attn:
+        whole = inner == m.embed_dim
+        m.__class__ = nn.MultiheadAttention if whole else FewerHeads
+        m._qkv_same_embed_dim = packed is not None and whole  # without it, no layer takes a fast path past the forward
 
 
 @resizes(nn.PReLU)

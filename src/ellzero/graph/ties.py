@@ -38,6 +38,7 @@ class Ties:
     products: list[tuple[str, float, str | None, Numbers | None, Numbers | None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
+    spares: list[Numbers] = field(default_factory=list)
     leaves: int = 0  # bit set of the steps that are inputs and parameters
     like: tuple[Step, ...] = ()  # the forward of a larger network, whose lone units are laid out as there
     contracting: int = 0  # bit set of the steps that multiply and add up, as a weight does
@@ -57,6 +58,11 @@ class Ties:
         """Atoms of a dimension that belongs to no parameter."""
         self.count += size
         return np.arange(self.count - size, self.count)
+
+    def spare(self, size: int) -> Numbers:
+        """Atoms of a dimension whose entries are all the same, so that it is as long as what it meets."""
+        self.spares.append(self.fresh(size))
+        return self.spares[-1]
 
     def tie(self, a: Numbers, b: Numbers) -> None:
         """Entry by entry, the atoms of `a` and of `b` are one."""

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.recording import Members, recorded
-from ellzero.graph.rules import RULES, SIZED, Call, tensors, unknown
+from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, tensors, unknown
 from ellzero.graph.stored import stored
 from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
@@ -240,6 +240,7 @@ class _Walk:
         values: dict[torch.fx.Node, Any] = {}
         nodes = list(graph.nodes)
         self.index = {node: number for number, node in enumerate(nodes)}
+        self.seen = _seen(graph)
         self.ties.contracting = 0
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
         for number, node in enumerate(nodes):
@@ -309,7 +310,12 @@ class _Walk:
         if not told and _of_data(call.shapes, tensors(args)):
             why = f"{call.where} has as many entries as the data tell, as a mask or `nonzero` does"
         rule = None if why else rule
-        result = rule(call, *args) if rule else unknown(call, tensors(args), why)
+        if (
+            node not in self.seen and call.op in REDUCTIONS.split()
+        ):  # nobody looks at it, as at the mean of all heads' weights
+            result: Any = [Value(shape) for shape in call.shapes]
+        else:
+            result = rule(call, *args) if rule else unknown(call, tensors(args), why)
         for name in call.reads:
             owner = name.rpartition(".")[0]
             own = call.module == owner and isinstance(self.modules.get(owner), _LAYERS)
@@ -353,6 +359,16 @@ class _Walk:
             laid = tuple((v.shape, dict(v.carried)) for v in made if node.op != "placeholder")
             step = Step(fed, call.reads, is_input, node.op == "output", call.op, call.numbers, laid, call.module)
             self.ties.steps.append(step)
+
+
+def _seen(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The operations that an output depends on, or that change something in place."""
+    seen: set[torch.fx.Node] = set()
+    for node in reversed(graph.nodes):
+        changes = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if node.op == "output" or changes or any(user in seen for user in node.users):
+            seen.add(node)
+    return seen
 
 
 def _lay_out(value: Value, there: Mapping[Dims, Any]) -> None:

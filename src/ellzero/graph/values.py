@@ -127,7 +127,8 @@ def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> 
         meets = [why for theirs, full, why in placed if block not in theirs and full.intersection(block)]
         if meets:
             ties.freeze(met[0], f"it meets {meets[0]}")
-        if not meets or any(shape[d] > 1 for d in block):  # a single frozen entry is as good as plain
+        spare = bool(meets) and any(np.isin(met[0], atoms).all() for atoms in ties.spares)
+        if not meets or (any(shape[d] > 1 for d in block) and not spare):  # a single frozen entry is as good as plain
             carried[block] = met[0]
     return Value(shape, carried, next((v.why for v in values), Value.why))
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ellzero.graph.standins import Closed, Select
+from ellzero.graph.standins import Closed, FewerHeads, Select
 from ellzero.graph.tracing import Inputs
 from ellzero.graph.trials.running import outputs
 
@@ -26,7 +26,7 @@ _NOTHING = (_DropoutNd, nn.Identity, Select, Closed)
 _FREE = {
     "training", "in_features", "out_features", "in_channels", "out_channels", "groups", "num_features", "num_groups",
     "num_channels", "normalized_shape", "num_embeddings", "embedding_dim", "num_parameters", "inplace", "momentum",
-    "dropout",
+    "dropout", "num_heads", "embed_dim", "kdim", "vdim",
 }  # fmt: skip
 _WHOLE = {str(kind): kind for kind in (torch.int64, torch.int32, torch.uint8, torch.bool)}
 _SHOWN, _CLOSE, _CLOSE_IN_HALF = 16, 1e-3, 0.05
@@ -45,6 +45,7 @@ def layers(model: nn.Module) -> Layers:
             kept = {key: value for key, value in settings.items() if value is not NotImplemented and key[0] != "_"}
             # In evaluation all batch norms are one, also those that processes share.
             kind = "BatchNorm" if torchs and isinstance(module, _BatchNorm) else type(module).__name__
+            kind = "MultiheadAttention" if isinstance(module, FewerHeads) else kind
             out[name] = {"kind": kind, **kept}
     return out
 

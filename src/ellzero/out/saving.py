@@ -21,7 +21,7 @@ from safetensors.torch import save as safetensors
 from torch import Tensor, nn
 
 from ellzero.gated.module import Gated
-from ellzero.graph.resizing import resize
+from ellzero.graph.resizing import resize, resizer
 from ellzero.graph.standins import Closed, Select, put_closed, put_select
 from ellzero.graph.tracing import canonical_names
 from ellzero.out import fingerprint
@@ -68,12 +68,16 @@ class Structure:
     closed: dict[str, int | None] = field(default_factory=dict)  # `Closed` layers: their outputs, None for an identity
     tied: dict[str, str] = field(default_factory=dict)  # further name of a tensor: the name that it is stored under
     groups: dict[str, int] = field(default_factory=dict)  # of every convolution: its shapes alone do not say them
+    sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # numbers that other modules keep, such as of heads
 
     def plausible(self) -> bool:
         """Whether all is of the types above, as a file may not have it."""
-        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict]:
+        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict, dict]:
             return False
         words, numbers = [*self.selects, *self.tied.values()], [*self.closed.values(), *self.groups.values()]
+        if {type(sizes) for sizes in self.sizes.values()} - {dict}:
+            return False
+        numbers += [size for sizes in self.sizes.values() for size in sizes.values()]
         return {type(word) for word in words} <= {str} and {type(number) for number in numbers} <= {int, type(None)}
 
 
@@ -127,6 +131,8 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
             structure.closed[layer] = None
         elif isinstance(module, _GROUPED):
             structure.groups[layer] = module.groups
+        elif resizer(module) is None and (sizes := _sizes(module)):
+            structure.sizes[layer] = sizes
     about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
     about |= {"structure": json.dumps(asdict(structure)), "layers": json.dumps(fingerprint.layers(small))}
     about["outputs"] = json.dumps(fingerprint.answers(small))
@@ -204,6 +210,10 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
         if layer in structure.groups:
             module.groups = structure.groups[layer]  # type: ignore[assignment]
         resize(module)
+    for layer, sizes in structure.sizes.items():
+        for key, size in sizes.items():
+            if 0 <= size < _sizes(modules[layer]).get(key, 0):
+                setattr(modules[layer], key, size)
     for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
         put_select(modules[layer], tensors[names[f"{layer}.select.index"]])
 
@@ -217,6 +227,11 @@ def _as_path(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"`path` must be a str or a path, got {type(path).__name__}")
     return Path(path)
+
+
+def _sizes(module: nn.Module) -> dict[str, int]:
+    """The whole numbers that a module keeps."""
+    return {key: value for key, value in vars(module).items() if type(value) is int and key[0] != "_"}
 
 
 def _members(model: nn.Module) -> dict[str, Tensor]:
@@ -267,7 +282,7 @@ def _check(
 ) -> None:
     """Refuses tensors that do not fit, before anything is changed."""
     modules, members = dict(model.named_modules(remove_duplicate=False)), _members(model)
-    for layer in [*structure.selects, *structure.closed, *structure.groups]:
+    for layer in [*structure.selects, *structure.closed, *structure.groups, *structure.sizes]:
         if layer not in modules:
             refuse(f"there is a layer `{layer}`")
     expected = set(members)

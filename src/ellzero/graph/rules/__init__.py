@@ -2,5 +2,6 @@
 
 from ellzero.graph.rules import attention, convolutions, entrywise, mixing, products, shapes  # noqa: F401 (they register)
 from ellzero.graph.rules.call import RULES, SIZED, Call, couples, tensors, unknown
+from ellzero.graph.rules.mixing import REDUCTIONS
 
-__all__ = ["RULES", "SIZED", "Call", "couples", "tensors", "unknown"]
+__all__ = ["REDUCTIONS", "RULES", "SIZED", "Call", "couples", "tensors", "unknown"]

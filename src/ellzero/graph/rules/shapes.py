@@ -120,7 +120,13 @@ def stack(call: Call, parts: Sequence[Value], dim: int = 0, *_: Any) -> Value:
 
 @couples("expand", "expand_as", "broadcast_to", sized=True)
 def expand(call: Call, x: Value, *_: Any) -> Value:
-    return values.elementwise(call.ties, [x], call.shape)
+    """All entries along a new length are the same: any of them can go with what they meet, as masks do with heads."""
+    out = values.elementwise(call.ties, [x], call.shape)
+    shift = out.ndim - x.ndim
+    for d, size in enumerate(call.shape if not x.carried else ()):
+        if d and size > 1 and (d < shift or x.shape[d - shift] == 1):
+            out.carried[(d,)] = call.ties.spare(size)
+    return out
 
 
 @couples("repeat", "tile", "repeat_interleave")

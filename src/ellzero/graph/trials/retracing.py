@@ -22,6 +22,7 @@ from ellzero.graph.ties import Ties, classes
 from ellzero.graph.tracing import Inputs, TraceError, shapes, walk
 
 _NONE = Step(())
+_RESHAPES = dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), "reshape")  # one thing by several names
 
 
 def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs) -> str | None:
@@ -35,7 +36,7 @@ def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs) -> str | 
     if units is None:
         return "other units of it meet with a unit of it removed"
     for whole, left in zip_longest(graph.steps, ties.steps, fillvalue=_NONE):
-        if whole.op != left.op:
+        if _RESHAPES.get(whole.op, whole.op) != _RESHAPES.get(left.op, left.op):
             return f"the model takes another path with a unit of it removed (`{left.op}` instead of `{whole.op}`)"
         if whole.numbers != left.numbers:
             return f"`{whole.op}` gets another number with a unit of it removed ({whole.numbers} become {left.numbers})"

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import Mask, Plan
+from ellzero.graph.standins import SHORTCUTS
 from ellzero.graph.tracing import Inputs, places, run, whole_copy
 from ellzero.graph.trials.running import Calls, disturb, lean, move, seeded, tensors_of
 
@@ -111,6 +112,7 @@ class Scene:
         key = alive.tobytes(), gone
         if self.last is None or self.last[0] != key:
             layers = [self.model.get_submodule(path) for path in sorted(gone)]
+            layers += [m for m in self.model.modules() if type(m) in SHORTCUTS]
             shut = closed(self.model, graph, alive, self.done, self.loans, lends)
             with shut, seeded(self.model), Calls() as calls, calls.mute(layers):
                 out = run(self.model, self.inputs)
