@@ -91,6 +91,22 @@ def steps(name: str, root: Path = ROOT) -> str:
     return f"{markdown(out)}\n\n{about}, commit `{record['commit'][:12]}`: `python benchmarks/{record['command']}`."
 
 
+def families(root: Path = ROOT) -> str:
+    """The step of each gate family compared with the dense network's."""
+    file = root / "results" / "benchmarks" / "step_families.json"
+    if not file.is_file():
+        return "No results are stored yet."
+    record = json.loads(file.read_text(encoding="utf-8"))
+    out = new_table("", ("network", "family"), ("dense, ms", "× dense", "quartiles"))
+    for row in record["families"]:
+        low, high = row["quartiles"]
+        out.add_row(
+            row["network"], row["family"], f"{row['dense_ms']:.2f}", f"{row['ratio']:.2f}", f"{low:.2f}–{high:.2f}"
+        )
+    about = f"CPU time of one thread; {record['device']}, torch {record['torch']}, commit `{record['commit'][:12]}`"
+    return f"{markdown(out)}\n\n{about}: `python benchmarks/{record['command']}`."
+
+
 def source(records: list[Record]) -> str:
     """Seeds, epochs, device, version and commit, each as often as it differs."""
 
@@ -120,7 +136,7 @@ def page(text: str, root: Path = ROOT) -> str:
         ValueError: a marker is missing, or is there twice.
     """
     blocks = {name: table(name, root) for name in TABLES}
-    blocks |= {name: steps(name, root) for name in STEPS}
+    blocks |= {name: steps(name, root) for name in STEPS} | {"step_families": families(root)}
     blocks |= {f"figure {name}": figure(name, root) for name in FIGURES}
     for name, block in blocks.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

@@ -498,3 +498,15 @@ def test_studies_are_found_in_a_wheel_s_folder_too(tmp_path: Path, monkeypatch: 
     shutil.copytree(FOLDER, package / "reproductions", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr("ellzero.experiments.study.__file__", str(package / "experiments" / "study.py"))
     assert set(studies()) == set(known())
+
+
+def test_the_page_gets_the_stored_times_of_families(tmp_path: Path) -> None:
+    render, home = module("render"), tmp_path / "results" / "benchmarks"
+    assert render.families(tmp_path) == "No results are stored yet."
+    home.mkdir(parents=True)
+    row = {"network": "MLP", "family": "SBP", "dense_ms": 2.0, "ratio": 1.5, "quartiles": [1.25, 1.75]}
+    about = {"device": "CPU", "torch": "2.13", "commit": "0123456789abcdef", "command": "step_overhead.py --families"}
+    (home / "step_families.json").write_text(json.dumps({"families": [row], **about}))
+    lines = render.families(tmp_path).splitlines()
+    assert lines[2] == "| MLP | SBP | 2.00 | 1.50 | 1.25–1.75 |"
+    assert lines[-1].endswith("commit `0123456789ab`: `python benchmarks/step_overhead.py --families`.")
