@@ -57,7 +57,7 @@ docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html;
 
 bench: $(VENV)/.installed-examples  ## print the README's numbers: a training step, inference, attach and compact
 	$(BIN)/python benchmarks/step_overhead.py --json results/benchmarks/step_overhead.json
-	$(BIN)/python benchmarks/step_overhead.py --families --blocks 8 --steps 8 --json results/benchmarks/step_families.json
+	$(BIN)/python benchmarks/step_overhead.py --families --blocks 5 --steps 4 --json results/benchmarks/step_families.json
 	$(BIN)/python benchmarks/inference.py --json results/benchmarks/inference.json
 	$(BIN)/python benchmarks/attach_compact.py --json results/benchmarks/attach_compact.json
 
