@@ -32,6 +32,8 @@ TABLES = {
     "control-200": "control",
     "wrn-cifar10": "wrn-cifar10",
     "wrn-cifar100": "wrn-cifar100",
+    "arena": "arena",
+    "arena-split": "arena-split",
 }
 # Files of results/benchmarks/ with the times of steps.
 STEPS = ("training_speed", "wrn_speed")
@@ -60,7 +62,7 @@ def table(name: str, root: Path = ROOT) -> str:
     lines = [markdown(study.table(records, "")), "", source(records)]
     if missing:
         some = len(missing) <= 4
-        lines[-1] += f" Not stored: {', '.join(missing) if some else f'{len(missing)} of {len(study.rows)} rows'}."
+        lines[-1] += f" Not stored: {', '.join(missing) if some else f'{len(missing)} of {len(study.names)} rows'}."
     return "\n".join(lines)
 
 
