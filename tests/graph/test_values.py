@@ -264,3 +264,47 @@ def test_concat_ties_the_other_dimensions_and_freezes_plain_parts() -> None:
     out = values.concat(record, [Value((2, 3), {(1,): a}), Value((2, 2), why="the model's input")], 1, (2, 5))
     assert out.carried[(1,)][:3].tolist() == a.tolist()
     assert frozen(record) == set(out.carried[(1,)][3:].tolist())  # the part that is no unit stays; `a` may go
+
+
+def test_what_has_no_entries_carries_nothing() -> None:
+    ties, empty = Ties({}), Value((2, 3, 0), {(1, 2): np.zeros((3, 0), dtype=np.int64)})
+    values.narrow(ties, empty, [2])
+    assert empty.carried == {}
+
+
+def heads(ties: Ties) -> Value:
+    """Two heads of four entries each, at the dimensions 1 and 3."""
+    return Value((5, 2, 7, 4), {(1, 3): ties.fresh(8).reshape(2, 4)})
+
+
+def units(ties: Ties, value: Value, dims: tuple[int, ...]) -> list[int]:
+    """The units at some dimensions, numbered by their first occurrence."""
+    roots = classes(ties.count, ties.pairs)[value.carried[dims]].ravel().tolist()
+    return [list(dict.fromkeys(roots)).index(root) for root in roots]
+
+
+def test_what_is_plain_along_each_head_leaves_whole_heads() -> None:
+    ties = Ties({})
+    out = values.elementwise(ties, [heads(ties), Value((5, 1, 7, 4))], (5, 2, 7, 4))
+    assert units(ties, out, (1,)) == [0, 1]
+    assert not ties.freezes
+
+
+def test_a_weight_along_each_head_leaves_whole_heads_and_is_frozen() -> None:
+    ties = Ties({"w": (4,)})
+    x, weight = heads(ties), Value((4,), {(0,): ties.atoms("w", 0)}, source="w")
+    out = values.elementwise(ties, [x, weight], (5, 2, 7, 4))
+    assert list(out.carried) == [(1,)]
+    ((frozen, _),) = ties.freezes
+    assert frozen.tolist() == [0, 1, 2, 3]
+
+
+def test_halves_of_each_head_are_put_together_head_by_head() -> None:
+    """As rotary embeddings do; a part of which whole heads are left already leaves whole heads."""
+    ties = Ties({})
+    x = heads(ties)
+    parts = [values.take(x, 3, np.arange(2, 4)), values.take(x, 3, np.arange(2))]
+    out = values.concat(ties, parts, 3, x.shape)
+    assert out.carried[(1, 3)].tolist() == [[2, 3, 0, 1], [6, 7, 4, 5]]
+    values.narrow(ties, parts[0], [3])
+    assert units(ties, values.concat(ties, parts, 3, x.shape), (1,)) == [0, 1]

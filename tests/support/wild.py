@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
+from support.attention import MASKS, PROJECTIONS, Attention
 from support.oracles import counted_macs, numel, set_gates, settled
 
 Outcome = Literal["exact", "refused", "nothing left", "wrong", "failed"]
@@ -53,7 +54,7 @@ class Drawer:
     """Draws one network from a seed: `width` and `space` are those of the value so far."""
 
     def __init__(self, seed: int):
-        self.random = random.Random(seed)
+        self.random, self.seed = random.Random(seed), f"attention {seed}"
         self.net = Wild()
         self.space = self.random.choice([0, 0, 3])
         self.width = self.input = self.random.randint(2, 4)
@@ -211,6 +212,39 @@ class Drawer:
 
         self.add(f"random {width}", op)
 
+    def attended(self, choose: random.Random) -> None:
+        """Attention over a few steps made of the value, in a way that is drawn from `choose`."""
+        if self.space:
+            return
+        heads, name, picks = choose.choice([2, 3, 4, 6]), f"a{len(self.net.layers)}", choose.random() < 0.5
+        whole = choose.random() < 0.2
+        if whole and self.width % heads == 0:
+            self.net.layers[name] = nn.MultiheadAttention(
+                self.width, heads, batch_first=True, bias=choose.random() < 0.7
+            )
+        else:
+            projections = choose.choice(PROJECTIONS)
+            groups = choose.choice([g for g in (1, 2, 3, heads, heads) if heads % g == 0])
+            self.net.layers[name] = Attention(
+                self.width,
+                heads,
+                groups if projections == "apart" else heads,
+                choose.choice([1, 2, 3, 4]),
+                projections,
+                written=choose.random() < 0.5,
+                mask=choose.choice(MASKS),
+                angles=choose.random() < 0.3,
+                norms=choose.random() < 0.3,
+            )
+
+        def op(m: Any, x: Tensor, k: Tensor) -> Tensor:
+            steps = torch.stack([x, x.sin(), x.cos(), x.tanh()], 1)
+            layer = m.layers[name]
+            y = layer(steps, steps, steps)[0] + steps if isinstance(layer, nn.MultiheadAttention) else layer(steps)
+            return y[:, -1] if picks else y.mean(1)
+
+        self.add("attention", op)
+
     def flattened(self) -> None:
         if self.space:
             size, last = self.space**2, self.random.random() < 0.5
@@ -233,6 +267,9 @@ class Drawer:
                 self.plain()
         if self.space and self.random.random() < 0.5:
             self.flattened()
+        choose = random.Random(self.seed)  # of its own: the seeds of before draw the networks of before
+        if choose.random() < 0.25:
+            self.attended(choose)
         name, picks = self.layer(3), self.random.random() < 0.1
         self.add("head", lambda m, x, k: m.layers[name](x).argmax(1) if picks else m.layers[name](x), 3)
         return self.net

@@ -109,7 +109,7 @@ def _watched(model: nn.Module, candidates: list[Stored], forward: Callable[[], A
 def _along(layout: Layout) -> Iterator[tuple[int, Numbers]]:
     """Each dimension that gets shorter when units go, and the unit at each of its entries."""
     for dims, numbers in layout[1].items():
-        for k, d in enumerate(dims):
+        for k, d in enumerate(dims if numbers.size else ()):
             lines = np.moveaxis(numbers, k, 0).reshape(numbers.shape[k], -1)
             if (lines == lines[:, :1]).all() and (lines != lines[0]).any() and (lines >= 0).all():
                 yield d, lines[:, 0]

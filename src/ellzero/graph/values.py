@@ -67,6 +67,8 @@ def narrow(ties: Ties, value: Value, dims: Sequence[int]) -> None:
     for group in [g for g in value.carried if set(dims) & set(g) and not set(g) <= set(dims)]:
         rest = tuple(d for d in group if d not in dims)
         atoms = value.carried.pop(group)
+        if not atoms.size:  # a part without entries
+            continue
         first = atoms[tuple(slice(None) if d in rest else slice(1) for d in group)]
         ties.tie(np.broadcast_to(first, atoms.shape), atoms)
         value.carried[rest] = first.reshape([value.shape[d] for d in rest])
