@@ -48,6 +48,7 @@ FIGURES = {
     "control-200": "control-200/figures/control",
     "wrn-cifar10": "wrn-cifar10/figures/wrn-cifar10",
     "wrn-cifar100": "wrn-cifar100/figures/wrn-cifar100",
+    "arena": "arena/figures/arena",
 }
 
 

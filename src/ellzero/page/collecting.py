@@ -203,14 +203,16 @@ class _Search:
 
 
 def _records(path: Path) -> list[Path]:
-    """Files that look like records of a reproduction; what is wrong with them is found out later."""
+    """Files that look like records of a reproduction; what is wrong with them is found out later. Those of the arena,
+    which compare with nothing published, have a table of their own.
+    """
     out = []
     for file in sorted(path.glob("*.json")):
         try:
             content = {} if file.name in _MARKS else records.read(file)
         except FolderError:
             continue
-        if isinstance(content, dict) and {"recipe", "seeds", "row"} <= content.keys():
+        if isinstance(content, dict) and {"published", "recipe", "seeds", "row"} <= content.keys():
             out.append(file)
     return out
 
