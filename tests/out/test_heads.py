@@ -61,6 +61,31 @@ def test_a_head_of_keys_goes_with_its_queries(groups: int, written: bool) -> Non
     assert_counted(gated, small, (draw(2, 5, 8),))
 
 
+class Lone(Attention):
+    """One head of keys and values serves all queries; pairs of neighbours are turned."""
+
+    def turned(self, a: Tensor) -> Tensor:
+        pairs = torch.stack([-a[..., 1::2], a[..., ::2]], -1).flatten(-2)
+        angle = torch.arange(a.shape[-2]).to(a)[:, None]
+        return a * angle.cos() + pairs * angle.sin()
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        q, k, v = self.made(x, x)
+        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+def test_queries_that_share_a_head_of_keys_go_one_by_one() -> None:
+    model = settled(Lone(groups=1, size=4))
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"q": [0, 3]})
+    small: Any = l0.compact(gated)
+    assert (small.num_heads, small.num_kv_heads, small.k.out_features) == (2, 1, 4)
+    x = draw(3, 7, 8)
+    assert_same(small(x), masked_by_hand(model, z, {"q": {"out": each(4)}})(x))
+    assert_counted(gated, small, (draw(2, 5, 8),))
+
+
 def test_keys_and_values_from_elsewhere() -> None:
     model = settled(Attention(crossed=True))
     gated = l0.attach(model, (draw(2, 5, 8), draw(2, 3, 8))).eval()

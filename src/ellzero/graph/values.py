@@ -239,16 +239,16 @@ def reshape(ties: Ties, value: Value, shape: tuple[int, ...]) -> Value:
         return value
     carried: dict[Dims, Numbers] = {}
     for old, new in _chunks(value, shape):
-        groups = [g for g in value.carried if set(g) & set(old)]
+        groups = sorted(g for g in value.carried if set(g) & set(old))
         if not groups:
             continue
         if len(old) == len(new) == 1:
             carried[tuple(new)] = value.carried[groups[0]]
             continue
         size = prod(value.shape[d] for d in old)
-        if len(groups) > 1 or size > _LARGEST_JOINT:
-            for g in groups:
-                ties.freeze(value.carried[g], "a reshape lays it out together with another axis")
+        for g in groups[size <= _LARGEST_JOINT :]:  # the outermost can go as it is, such as heads
+            ties.freeze(value.carried[g], "a reshape lays it out together with another axis")
+        if size > _LARGEST_JOINT:
             continue
         group, atoms = groups[0], value.carried[groups[0]]
         spread = atoms.reshape([value.shape[d] if d in group else 1 for d in old])

@@ -25,9 +25,10 @@ def attention(
     grouped: bool = False,
 ) -> Value:
     """Each head by itself: what lies on the heads is carried on, the dimensions of one head are one unit."""
-    if grouped:  # each head of keys and values serves several of queries, one after the other
+    if grouped:  # each head of keys and values serves several of queries, one after the other; a lone one serves all
+        times = {x.shape[-3]: q.shape[-3] // x.shape[-3] for x in (k, v) if x.shape[-3] > 1}
         k, v = (
-            values.take(x, x.ndim - 3, np.repeat(np.arange(x.shape[-3]), q.shape[-3] // x.shape[-3])) for x in (k, v)
+            values.take(x, x.ndim - 3, np.repeat(np.arange(n), times.get(n, 1))) for x in (k, v) for n in (x.shape[-3],)
         )
     turned = values.permute(k, [*range(k.ndim - 2), k.ndim - 1, k.ndim - 2])
     product = replace(call, shapes=[(*call.shape[:-1], k.shape[-2])])

@@ -69,6 +69,9 @@ def part(
         return values.take(x, dim, index)
     if step == 1:
         _cut(call, x, dim, [int(index[0]), int(index[-1]) + 1] if len(index) else [])
+    elif dim in group[1:]:  # inside of units that lie on an outer dimension, such as heads: whole ones go
+        values.narrow(call.ties, x, [dim])
+        return values.take(x, dim, index)
     elif len(index) * step == size:  # every n-th: whole rows of n go, or stay
         rows = values.solid(call.ties, x, dim).reshape(-1, step)
         call.ties.tie(np.broadcast_to(rows[:, :1], rows.shape), rows)
