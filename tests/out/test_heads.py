@@ -118,6 +118,27 @@ def test_sizes_that_are_equal_by_chance_are_told_apart(heads: int) -> None:
     assert_same(small(x), masked_by_hand(model, z, {"q": {"out": each(heads * heads)}})(x))
 
 
+class Odd(nn.Module):
+    """Numbers whose names tell nothing: only how the forward uses them does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = 3
+        self.q, self.out = nn.Linear(8, 9), nn.Linear(9, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(*x.shape[:2], self.first, self.second).transpose(1, 2)
+        return self.out(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+
+
+def test_how_a_number_is_used_tells_what_it_means() -> None:
+    gated = l0.attach(settled(Odd()), draw(2, 5, 8)).eval()
+    set_gates(gated, {"q": [1]})
+    small: Any = l0.compact(gated)
+    assert (small.first, small.second) == (2, 3)
+    assert_same(small(draw(3, 4, 8)), gated(draw(3, 4, 8)))
+
+
 def test_a_stack_of_blocks_has_heads_of_its_own_in_each() -> None:
     model = settled(nn.Sequential(Attention(), nn.LayerNorm(8), Attention(projections="chunk", written=True)))
     gated = l0.attach(model, draw(2, 5, 8)).eval()
