@@ -136,6 +136,17 @@ def test_reshape_keeps_two_axes_that_stay_apart() -> None:
     assert set(out.carried) == {(1,), (2, 3)}
 
 
+def test_reshape_keeps_an_axis_between_the_dimensions_of_joint_units() -> None:
+    """Heads and batch are one dimension, time lies between them and what is in a head: as in torch's attention."""
+    record, (time, atoms) = ties(5, 4 * 6)
+    value = Value((8, 5, 6), {(1,): time, (0, 2): np.tile(atoms.reshape(4, 6), (2, 1))})
+    out = values.reshape(record, value, (2, 4, 5, 6))
+    assert not record.freezes
+    assert set(out.carried) == {(2,), (1, 3)}
+    for group, before in {(2,): (1,), (1, 3): (0, 2)}.items():
+        assert torch.equal(spread(out, group), spread(value, before).reshape(out.shape))
+
+
 @given(some_values(), st.data())
 def test_take_is_index_select(start: tuple[Ties, Value], data: st.DataObject) -> None:
     _, value = start

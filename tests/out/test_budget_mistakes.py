@@ -61,6 +61,19 @@ def test_a_step_without_the_term_is_refused() -> None:
     assert budget.done == 1
 
 
+@pytest.mark.parametrize(("whole", "reason"), [(False, "nothing has moved them"), (True, "too few steps")])
+def test_gates_that_no_optimizer_has_are_noticed_when_they_settle(whole: bool, reason: str) -> None:
+    gated, budget, _ = begun(steps=4)
+    adam = torch.optim.Adam((gated if whole else gated.model).parameters(), lr=1e-2)
+    for _ in range(2):
+        (F.cross_entropy(gated(X), Y) + budget.term()).backward()
+        adam.step()
+        if budget.done == 0:
+            budget.step(adam)
+    with pytest.warns(UserWarning, match=f"gates settle after 2 steps with 100 % .*: {reason}"):
+        budget.step(adam)
+
+
 def test_gates_that_are_left_in_evaluation_are_noticed() -> None:
     gated, budget, adam = begun()
     budget.drive(adam)

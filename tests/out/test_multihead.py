@@ -180,6 +180,37 @@ class Stack(nn.Module):
         return self.decoder(y, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
 
 
+class Positions(nn.Module):
+    """As in a vision transformer: a learned token in front, learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.places = nn.Parameter(draw(1, 1, 8).float()), nn.Parameter(draw(1, 6, 8).float())
+        self.layer = layer("Encoder", norm_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        return self.layer(x)[:, 0]
+
+
+@pytest.mark.slow
+def test_heads_go_where_positions_are_learned() -> None:
+    model = settled(Positions())
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    sizes = {name: gate.shape.numel() for name, gate in gated.named_gates()}
+    assert sizes == {"layer.self_attn": 4, "layer.linear1": 7}
+    z = set_gates(gated, {"layer.self_attn": [0, 2]})
+    small: Any = l0.compact(gated)
+    assert small.layer.self_attn.num_heads == 2
+    hand: Any = by_hand(model, {"layer.self_attn": z["layer.self_attn"]})
+    with torch.no_grad():
+        hand.layer.linear2.weight.mul_(z["layer.linear1"])
+        theirs = hand(draw(3, 5, 8))
+        assert_same(gated(draw(3, 5, 8)), theirs)
+        assert_same(small(draw(3, 5, 8)), theirs)
+    assert_counted(gated, small, (draw(2, 5, 8),))
+
+
 @pytest.mark.slow
 def test_layers_of_torch() -> None:
     model = settled(Stack())

@@ -268,7 +268,7 @@ def reshape(ties: Ties, value: Value, shape: tuple[int, ...]) -> Value:
 
 
 def _chunks(value: Value, shape: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """The shortest runs of old and new dimensions with equal products; runs that joint units span are joined."""
+    """The shortest runs of old and new dimensions with equal products; those that joint units lie on are joined."""
     runs: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < value.ndim and j < len(shape):
@@ -290,6 +290,6 @@ def _chunks(value: Value, shape: tuple[int, ...]) -> list[tuple[list[int], list[
     for group in value.carried:
         hit = [k for k, (old, _) in enumerate(runs) if set(old) & set(group)]
         if len(hit) > 1:
-            span = runs[hit[0] : hit[-1] + 1]
-            runs[hit[0] : hit[-1] + 1] = [([d for old, _ in span for d in old], [d for _, new in span for d in new])]
+            joined = sorted(d for k in hit for d in runs[k][0]), sorted(d for k in hit for d in runs[k][1])
+            runs = [joined if k == hit[0] else run for k, run in enumerate(runs) if k not in hit[1:]]
     return runs

@@ -35,7 +35,7 @@ class Watch:
             return
         self._calls += 1
         if self._calls == 1:
-            self._moves = _moves(gated)
+            self._moves = moves(gated)
             _NEW.add(gated)
             _listen()
         elif self._calls == 2:
@@ -46,13 +46,14 @@ class Watch:
             if not gated.estimated and any(gate.needs_loss for _, gate in gated.named_gates()):
                 warn("gates learn from the loss, and nobody tells it: call `l0.objectives.estimated_backward`")
         elif self._calls == PATIENCE:
-            if _moves(gated) == self._moves:
+            if moves(gated) == self._moves:
                 warn("nothing has moved the gates: give the optimizer `gated.param_groups(…)`, not the model's own")
             if ascends == 0:
                 warn("nothing has moved the multipliers: call `ascend()`, or a budget's `step()`, after each step")
 
 
-def _moves(gated: Gated) -> int:
+def moves(gated: Gated) -> int:
+    """How often anything has written to the gates."""
     return sum(p._version for p in gated.gates.parameters())
 
 

@@ -23,6 +23,7 @@ from ellzero.objectives.checking import check_count, check_number
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
+from ellzero.objectives.watching import moves
 from ellzero.out import shrinking
 from ellzero.out.compaction import compact
 from ellzero.out.driving import Driver, refuse_without
@@ -128,7 +129,7 @@ class Budget:
         for cost, bound in self.bounds.items():
             refuse_unreachable(gated, bound, cost)
         _claim(gated, self)
-        gated.gate_lr = self.gate_lr
+        gated.gate_lr, self._start = self.gate_lr, moves(gated)  # to see whether anything moves the gates
         self.masked: str | None = None  # why closed units stay in the live network until the end
         self._driver: Driver | None = None
         self._adam: dict[str, Any] | None = None  # of a run that is taken up, until an optimizer is driven
@@ -303,13 +304,15 @@ def _parts(cost: Cost, bound: float | Mapping[str, float], gated: Gated) -> Iter
 
 def _warn_of_haste(budget: Budget) -> None:
     """Warns where gates had no time to choose, so that what stays is nearly left to chance."""
+    why = "too few steps to choose by; train longer or with a larger `gate_lr`"
+    if moves(budget.gated) == budget._start:
+        why = "nothing has moved them; give the optimizer `gated.param_groups(…)`, not the model's own"
     for cost, bound in budget.bounds.items():
         for name, share, most in _parts(cost, bound, budget.gated):
             if share > most + MUCH:
                 warn(
                     f"gates settle after {budget.done} steps with {100 * share:.0f} % of `{name}` kept, of "
-                    f"{100 * most:.4g} % that may be: too few steps to choose by; train longer or with a larger "
-                    "`gate_lr`"
+                    f"{100 * most:.4g} % that may be: {why}"
                 )
 
 
