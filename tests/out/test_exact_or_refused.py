@@ -102,6 +102,20 @@ def test_a_single_unit_whose_going_the_example_hides_stays() -> None:
     assert_same(gated(*others), l0.compact(gated)(*others))
 
 
+def test_a_literal_is_followed_by_a_removal_that_balancing_leaves() -> None:
+    """Positions before channels: both halves have all channels, and a removal of half of them may come back whole."""
+
+    def forward(s: Any, x: Tensor, k: Tensor) -> Tensor:
+        h = F.silu(s.a(x)).permute(0, 2, 3, 1).flatten(1)
+        h = torch.where(k[:, None] > 0, h, torch.cat([h[:, :36].sin(), h[:, 36:]], 1))
+        return s.c(torch.tanh(s.b(h)))
+
+    layers = {"a": nn.Conv2d(3, 8, 3, padding=1), "b": nn.Linear(72, 12), "c": nn.Linear(12, 3)}
+    model = settled(net(forward, **layers).double())
+    gated = l0.attach(model, (noise(2, 3, 3, 3), torch.ones(2)))
+    assert [name for name, _ in gated.named_gates()] == ["b"]
+
+
 def test_a_layer_that_goes_as_a_whole_turns_no_other_way() -> None:
     def forward(s: Any, x: Tensor, k: Tensor) -> Tensor:
         h = F.relu(s.a(x))

@@ -34,11 +34,13 @@ from ellzero.graph.trials.running import (
 from ellzero.graph.trials.scenes import Loans, Scene, loans, moving, staged
 
 UNSEEN = "the example input does not show whether the output depends on it"
+STUCK = "groups and cuts along it let no part of its units go"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
 HowMuch = Literal["one", "half", "many", "some", "uneven", "most"]
 _LEVELS: tuple[HowMuch, ...] = ("many", "some", "most")  # of removal, one after the other
 # From the whole network; all but the last two only where a forward costs next to nothing.
 _FURTHER: tuple[HowMuch, ...] = ("one", "half", "uneven", "uneven", "uneven", "uneven")
+_FOLLOWED: tuple[HowMuch, ...] = ("half", "many", *_FURTHER)  # as many as it takes
 
 
 def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
@@ -195,7 +197,7 @@ class _Bench:
         for much in _LEVELS:
             plan = self._part(axes, much, scenes[0].done)
             if much == "many" and any(plan.units[self.span(k)].all() for k in axes):  # all came back: nothing was tried
-                return "groups and cuts along it let no part of its units go"
+                return STUCK
             failure, small = self.survives(plan, scenes)
             if failure is not None:
                 return failure
@@ -211,7 +213,16 @@ class _Bench:
         return None
 
     def keeps_its_way(self, axes: Sequence[int]) -> str | None:
-        return self.follows(self._part(axes, "half"), axes)
+        """Follows removals until each axis has lost units in one: where parts are balanced, all may have come back."""
+        left = [k for k in axes if self.graph.axes[k].size > 1 and self.graph.placed[self.span(k)].any()]
+        for seed, much in enumerate(_FOLLOWED if left else ()):
+            plan = self._part(axes, much, seed=seed)
+            if failure := self.follows(plan, axes):
+                return failure
+            left = [k for k in left if plan.units[self.span(k)].all()]
+            if not left:
+                break
+        return STUCK if left else None
 
     def follows(self, plan: Plan, axes: Sequence[int]) -> str | None:
         """Whether all units that are left are where they are looked for. A trace tells, and it is dear."""
