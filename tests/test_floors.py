@@ -24,8 +24,8 @@ ENTRIES, LINES, CLASS, FUNCTION = 12, 450, 250, 60
 # that are compared beside a layer that goes as a whole; 1,030 for the arena and ResNet-56; 530 for noise of each
 # example, and what recipes need for the other methods of Table 1: families, estimators, schedules, starts, and the
 # recipes; 220 for attention heads and the numbers that modules store; 235 for borrowed weights in trials;
-# 185 for `nn.MultiheadAttention` with fewer heads, and stored numbers in files; 1 for gates that nothing has moved; 11 for
-# removals that are followed until one takes units away.
+# 185 for `nn.MultiheadAttention` with fewer heads, and stored numbers in files; 1 for gates that nothing has moved;
+# 11 for removals that are followed until one takes units away.
 IN_ALL = 24_367
 LONG = {  # why it is longer than a function or class may be
     "objectives/constraint.py: Constraint": "a fifth is its docstring, a third what a complete and checked state takes",
