@@ -3,6 +3,7 @@
 What comes in has another batch size and another length than the example.
 """
 
+import copy
 import itertools
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph.plan import make_plan
+from support import traced
 from support.attention import MASKS, PROJECTIONS, Attention
 from support.oracles import assert_counted, assert_same, counted_macs, each, masked_by_hand, numel, set_gates, settled
 
@@ -163,6 +165,67 @@ def test_a_removal_that_is_undone_gives_the_number_of_heads_back() -> None:
     assert (model.num_heads, model.inner, model.head_dim) == (3, 9, 3)
     plan.undo(model, graph.shapes)
     assert (model.num_heads, model.inner, model.q.out_features) == (4, 12, 12)
+
+
+class Trained(nn.Module):
+    """Attention as one writes it and torch's own, without dropout: noise must not depend on the number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = Attention(written=True)
+        self.first.drop.p = 0.0
+        self.second = nn.MultiheadAttention(8, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return h + self.second(h, h, h, need_weights=False)[0]
+
+
+def budgeted(**options: Any) -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
+    gated = traced.attached(Trained().double(), draw(2, 5, 8)).train()
+    budget = l0.Budget(gated, macs=0.6, steps=40, learning=0.5, ema=0.9, **options)
+    optimizer = torch.optim.SGD(gated.param_groups(lr=1e-2), momentum=0.9)
+    budget.drive(optimizer)
+    return gated, budget, optimizer
+
+
+def train(gated: l0.Gated, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)  # the same noise, whoever draws it
+        optimizer.zero_grad()
+        (gated(draw(4, 5, 8)) - draw(4, 5, 8).roll(1, 1)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.slow
+def test_heads_leave_the_live_network_and_the_result_is_that_of_masks() -> None:
+    networks: list[Any] = []
+    for shrink in (True, False):
+        gated, budget, optimizer = budgeted(shrink=shrink)
+        train(gated, optimizer, range(40))
+        assert (budget.masked is None) == shrink
+        networks.append(budget.finish())
+    small, masked = networks
+    heads = [(n.first.num_heads, n.second.num_heads) for n in networks]
+    assert heads[0] == heads[1] < (4, 4)
+    assert_same(small(draw(3, 7, 8)), masked(draw(3, 7, 8)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [12, 31], ids=["learning", "tuning"])
+def test_a_loop_that_takes_heads_away_goes_on_bit_for_bit(stop: int) -> None:
+    gated, budget, optimizer = budgeted()
+    train(gated, optimizer, range(stop))
+    states = copy.deepcopy([budget.state_dict(), gated.state_dict(), optimizer.state_dict()])
+    train(gated, optimizer, range(stop, 40))
+    other, resumed, sgd = budgeted()
+    for thing, state in zip((resumed, other, sgd), states, strict=True):
+        thing.load_state_dict(state)
+    train(other, sgd, range(stop, 40))
+    ours, theirs = budget.finish().state_dict(), resumed.finish().state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 # ---------------------------------------------------------------- of Transformers

@@ -90,9 +90,7 @@ def multiplied(
     return weight * (product if product.dtype == weight.dtype else product.to(weight.dtype))
 
 
-def laid_out(
-    gates: Tensor, part: Factor, tables: Mapping[str, Tensor], elsewhere: float, lead: int = 0
-) -> Tensor:  # fmt: skip
+def laid_out(gates: Tensor, part: Factor, tables: Mapping[str, Tensor], elsewhere: float, lead: int = 0) -> Tensor:
     """What belongs to gates, as it broadcasts against the weight; `lead` dimensions before the gates' own stay."""
     before = gates.shape[:lead]
     if part.table is not None:

@@ -310,9 +310,8 @@ class _Walk:
         if not told and _of_data(call.shapes, tensors(args)):
             why = f"{call.where} has as many entries as the data tell, as a mask or `nonzero` does"
         rule = None if why else rule
-        if (
-            node not in self.seen and call.op in REDUCTIONS.split()
-        ):  # nobody looks at it, as at the mean of all heads' weights
+        if node not in self.seen and call.op in REDUCTIONS.split():
+            # Nobody looks at it, as at the mean of all heads' weights.
             result: Any = [Value(shape) for shape in call.shapes]
         else:
             result = rule(call, *args) if rule else unknown(call, tensors(args), why)
