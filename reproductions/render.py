@@ -34,6 +34,8 @@ TABLES = {
     "wrn-cifar100": "wrn-cifar100",
     "arena": "arena",
     "arena-split": "arena-split",
+    "frontier": "frontier",
+    "frontier-split": "frontier-split",
 }
 # Files of results/benchmarks/ with the times of steps.
 STEPS = ("training_speed", "wrn_speed")

@@ -78,7 +78,6 @@ def test_a_stack_is_named_by_all_that_is_in_it() -> None:
 def test_what_cannot_share_a_stack_goes_alone() -> None:
     for one in (
         get("louizos-wrn-0.001-cifar10"),
-        tiny("augmented", augment=True),
         tiny("shrinks", shrink_at=(3,)),
         tiny("last", channels_last=True),
     ):
@@ -114,7 +113,7 @@ def test_the_memory_of_a_run_grows_with_what_it_holds() -> None:
 def test_how_many_fit_is_bounded_by_memory_and_by_what_can_share_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     base = get("budget-lenet5").override(data="mnist5k")
     assert room(base, few_images()) == 8
-    assert room(base.override(augment=True), few_images()) == 1
+    assert room(base.override(channels_last=True), few_images()) == 1
     assert room(get("wrn-cifar10"), few_images()) == 1
 
     class Elsewhere:  # a data set that says it is on a GPU

@@ -236,7 +236,7 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(text: str, message: str, tm
         ("network", "resnet", 'must be "lenet300", "lenet5", "resnet-DEPTH"'),
         ("network", "wrn-27-10", 'must be "lenet300"'),
         ("network", "wrn-4-1", 'must be "lenet300"'),
-        ("data", "imagenet", 'must be "mnist", "mnist5k", "cifar10", "cifar100", MODULE:FUNCTION'),
+        ("data", "imagenet", 'must be "mnist", "mnist-split", "mnist5k", "cifar10", "cifar100", MODULE:FUNCTION'),
         ("init", 2018, 'must be "2017" or "2018" or "2021"'),
         ("placement", "weights", 'must be "shrinkable" or "per_layer" or "blocks"'),
         ("drop_rates", {}, "must be a number for each pattern"),
@@ -286,7 +286,7 @@ def test_a_wrong_value_under_a_pattern_names_the_pattern() -> None:
         ("gallego-mlp", {"at_most": None}, "`at_most` or `penalty` must be given, got neither"),
         ("gallego-mlp", {"placement": None}, "`at_most` must be absent without gates (`placement`), got 0.33"),
         ("louizos-mlp", {"placement": None}, "`penalty` must be absent without gates (`placement`), got 0.1"),
-        ("gallego-mlp", {"data": "cifar10"}, "`data` must be \"mnist\" or \"mnist5k\" for 'lenet300', got 'cifar10'"),
+        ("gallego-mlp", {"data": "cifar10"}, '`data` must be "mnist" or "mnist-split" or "mnist5k" for \'lenet300\''),
         (
             "wrn-cifar10",
             {"data": "mnist5k"},
@@ -368,8 +368,10 @@ def test_the_digest_changes_with_every_field_but_the_name() -> None:
         others[name] = not value if isinstance(value, bool) else 7 if isinstance(value, int) else 0.125
     weighed = base.override(at_most=None, penalty=1.0, dual="auto")
     noisy = weighed.override(gate="bc_gnj", per_example=True)
-    others |= {"estimator": "arm", "most_noise": {"*": 0.5}}
+    taught = base.override(teacher="lenet5")
+    others |= {"estimator": "arm", "most_noise": {"*": 0.5}, "teacher": "lenet300"}
     bases = {"penalty_after": weighed, "penalty_warmup": weighed, "weights_first": weighed, "most_noise": noisy}
+    bases |= {"teacher_epochs": taught, "temperature": taught}
     bases |= {
         "threshold": noisy,
         "start": weighed.override(gate="stg"),

@@ -32,6 +32,8 @@ TRAINED = [
     "control",
     "wrn-cifar10",
     "wrn-cifar100",
+    "frontier",
+    "frontier-split",
 ]
 
 
@@ -41,7 +43,11 @@ TRAINED = [
 def test_each_file_that_defines_a_study_is_found_under_its_own_name() -> None:
     tools = {"render", "search_mlp_sep"}
     files = {p.stem for p in FOLDER.glob("*.py")} - tools
-    assert {name.replace("-", "_") for name in known()} == files | {"wrn_cifar100", "arena_split"}  # two in a file
+    assert {name.replace("-", "_") for name in known()} == files | {
+        "wrn_cifar100",
+        "arena_split",
+        "frontier_split",
+    }  # two
     assert {n for n, s in known().items() if s.rows} == set(TRAINED)
     for name, study in known().items():
         assert find(name.replace("-", "_"), known()) is study

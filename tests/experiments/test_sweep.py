@@ -255,7 +255,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(
 
 
 def test_fields_that_cannot_share_a_stack_are_trained_one_after_the_other(untrained: Untrained, tmp_path: Path) -> None:
-    swept = Sweep(base(), {"augment": [False, True], "penalty": [0.1, 1.0]})
+    swept = Sweep(base(), {"channels_last": [False, True], "penalty": [0.1, 1.0]})
     record = run(swept, lambda _: tiny(), tmp_path / "sweep")
     assert untrained.sizes == [2, 1, 1]
     assert record["finished"]

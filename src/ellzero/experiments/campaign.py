@@ -71,9 +71,7 @@ def shared(recipe: Recipe) -> dict[str, Any]:
 
 
 def goes_alone(recipe: Recipe) -> bool:
-    """Whether it shares no stack: its network has batch norm, or shrinks, its images are augmented, or code of the
-    user's takes part.
-    """
+    """Whether it shares no stack: its network has batch norm, or shrinks, or code of the user's takes part."""
     return recipe.facts.has_batch_norm or recipe.is_own or any(getattr(recipe, name) for name in ALONE)
 
 
@@ -119,6 +117,10 @@ def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
     each = 4 * copies * (1 + noisy) * sum(p.numel() for p in parameters)
     each += 2 * 2 * image * recipe.batch * recipe.samples  # and gradients; twice: a captured step has memory of its own
     each += image * min(tested, 10_000)  # that are looked at together
+    if recipe.augment or recipe.distort:
+        each += count * example[0].numel()  # bytes of its own, changed in each epoch
+    if recipe.taught_by is not None:
+        each += memory(recipe.taught_by, dataset)[0]
     each += 2 * (count // recipe.batch) * draws * units * 4 + 2 * 8 * count  # the noise and the order of an epoch
     return each, 4 * count * example[0].numel() + 2**30  # the images as numbers, and a gigabyte for libraries
 

@@ -181,4 +181,22 @@ def _budgets() -> Iterable[Recipe]:
     yield lenet.override(name="demo", data="mnist5k", at_most=0.2, **short)
 
 
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in (*_budgets(), *_papers(), *_rivals(), *_wide())}
+def _frontier() -> Iterable[Recipe]:
+    """How small, at what error, on MNIST: gates choose in the first two fifths of the epochs, and the small network
+    trains on. Images are bent, a dense LeNet-5 is the teacher. `reproductions/frontier.py` says how that was chosen.
+    """
+    what = {"name": "frontier-mlp", "network": "lenet300", "data": "mnist", "placement": "per_layer"}
+    target = {"cost": "params", "at_most": 0.0363, "on": "kept", "target_warmup": FALLING}
+    steps = {"lr": 2e-3, "batch": 100, "epochs": 250, "settle_at": 100, "cosine": True, "ema": 0.999}
+    gates = {"drop_rates": {"*": 0.05}, "gate_lr": "auto", "decay_gates": False}
+    images = {"distort": 1.0, "teacher": "lenet5", "temperature": 2.0}
+    mlp = Recipe.from_dict({**what, **target, **steps, **gates, **images})
+    yield mlp
+    lenet = mlp.override(name="frontier-lenet5-params", network="lenet5", at_most=0.005)
+    yield lenet
+    yield lenet.override(name="frontier-lenet5-macs", cost="macs", at_most=0.048)
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (*_budgets(), *_papers(), *_rivals(), *_wide(), *_frontier())
+}

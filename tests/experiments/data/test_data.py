@@ -30,6 +30,7 @@ from ellzero.experiments import data
 from ellzero.experiments.data import (
     augment,
     crop_and_flip,
+    distort,
     downloads,
     epoch_generator,
     epochs,
@@ -39,7 +40,8 @@ from ellzero.experiments.data import (
 )
 from ellzero.experiments.data.cifar import read_cifar
 from ellzero.experiments.data.downloads import DataError, File, contents, data_folder
-from ellzero.experiments.data.mnist import read_idx
+from ellzero.experiments.data.epochs import displaced
+from ellzero.experiments.data.mnist import MNIST_SPLIT, read_idx
 from support import ROOT
 
 
@@ -62,6 +64,12 @@ def test_idx_files_are_read(shape: tuple[int, ...], pack: Callable[[bytes], byte
     read = read_idx(pack(as_idx(array)), "some.gz")
     assert read.shape == shape
     assert np.array_equal(read, array)
+
+
+def test_the_split_of_mnist_has_the_last_training_images_to_test_on() -> None:
+    x, y, z = random_bytes(10_003, 2, 3), random_bytes(10_003, seed=1), random_bytes(5, 2, 3, seed=2)
+    found = MNIST_SPLIT.read([(as_idx(array), "some.gz") for array in (x, y, z, y[:5])])
+    assert all(np.array_equal(a, b) for a, b in zip(found, (x[:3, None], y[:3], x[3:, None], y[3:]), strict=True))
 
 
 def broken_idx() -> Iterator[tuple[str, bytes]]:
@@ -399,7 +407,7 @@ def test_cifar_from_files(
 
 def test_an_unknown_data_set() -> None:
     with pytest.raises(
-        ValueError, match=r"`name` must be one of mnist, mnist5k, cifar10, cifar100, got 'cifar-10'; did"
+        ValueError, match=r"`name` must be one of mnist, mnist-split, mnist5k, cifar10, cifar100, got 'cifar-10'; did"
     ):
         load("cifar-10")
 
@@ -526,6 +534,63 @@ def test_windows_and_flips_of_an_epoch_are_uniform() -> None:
         seen[may_be[image.tobytes()]] += 1
     assert len(seen) == 18
     assert sum((count - n / 18) ** 2 / (n / 18) for count in seen.values()) < 52  # exceeded with probability 2e-5
+
+
+def keys(t: float, a: float = -0.75) -> float:
+    """The weight of cubic convolution at this distance (Keys, 1981)."""
+    t = abs(t)
+    if t <= 1:
+        return (a + 2) * t**3 - (a + 3) * t**2 + 1
+    return a * (t**3 - 5 * t**2 + 8 * t - 4) if t < 2 else 0.0
+
+
+def field(knots: np.ndarray, row: float, column: float) -> np.ndarray:
+    """Between knots, those at the border being repeated beyond it."""
+    out = np.zeros(2)
+    for i in range(-2, knots.shape[0] + 2):
+        for j in range(-2, knots.shape[1] + 2):
+            at = knots[min(max(i, 0), knots.shape[0] - 1), min(max(j, 0), knots.shape[1] - 1)]
+            out += keys(row - i) * keys(column - j) * at
+    return out
+
+
+def test_displaced_images_against_a_loop_over_pixels() -> None:
+    images, (height, width) = random_bytes(3, 2, 6, 7), (6, 7)
+    knots = np.random.default_rng(1).normal(0, 1.5, (3, 4, 4, 2)).astype(np.float32)
+    made = displaced(torch.from_numpy(images), torch.from_numpy(knots))
+    assert made.dtype is torch.uint8
+    for image, own, got in zip(images, knots, made.numpy(), strict=True):
+        black = np.pad(image.astype(float), ((0, 0), (99, 99), (99, 99)))
+        for i in range(height):
+            for j in range(width):
+                right, down = field(own, i * 3 / (height - 1), j * 3 / (width - 1))
+                y, x = i + down + 99, j + right + 99
+                m, n = int(np.floor(y)), int(np.floor(x))
+                top = (1 - x + n) * black[:, m, n] + (x - n) * black[:, m, n + 1]
+                low = (1 - x + n) * black[:, m + 1, n] + (x - n) * black[:, m + 1, n + 1]
+                assert np.abs(got[:, i, j] - ((1 - y + m) * top + (y - m) * low)).max() <= 0.51  # rounded
+
+
+def test_all_knots_moved_alike_shift_an_image() -> None:
+    x = torch.from_numpy(random_bytes(2, 1, 28, 28))
+    made = displaced(x, torch.tensor([2.0, -1.0]).expand(2, 4, 4, 2))
+    assert torch.equal(made[:, :, 1:, :-2], x[:, :, :-1, 2:])
+    assert not made[:, :, 0].any()
+    assert not made[..., -2:].any()
+
+
+def test_distortion_moves_each_knot_of_each_image_by_its_own_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs, "_AT_ONCE", 300)
+    x, _ = numbered(1000, height=3, width=3)
+    seen: list[Tensor] = []
+    monkeypatch.setattr(epochs, "displaced", lambda images, knots: seen.append(knots) or images)
+    distort(x, epoch_generator(0, 0), out := torch.empty_like(x), by=1.7)
+    knots = torch.cat(seen)
+    assert torch.equal(out, x)
+    assert knots.shape == (1000, 4, 4, 2)
+    assert len(knots.unique()) > 31_900
+    assert abs(knots.mean()) < 0.05  # of 32,000: five standard errors
+    assert abs(knots.std() - 1.7) < 0.035
 
 
 class Counted(TorchDispatchMode):

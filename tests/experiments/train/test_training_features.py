@@ -306,11 +306,6 @@ def test_images_are_cropped_and_mirrored_anew_in_every_epoch() -> None:
     assert torch.equal(*orders)
 
 
-def test_augmented_images_cannot_be_in_a_stack() -> None:
-    with pytest.raises(ValueError, match=r"^`augment` cannot be in a stack"):
-        Trainer([wide(augment=True), wide(augment=True, seed=1)], stand_in("cifar10", images=12))
-
-
 # ---- batch norm -----------------------------------------------------------------------------------------------------
 
 

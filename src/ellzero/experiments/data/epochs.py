@@ -1,4 +1,4 @@
-"""What an epoch is made of, made where the images are: their order, crops and flips, and pixels as numbers.
+"""What an epoch is made of, made where the images are: their order, crops, flips and bends, and pixels as numbers.
 
 All that is random is drawn at its beginning from one generator, a function of (seed, epoch); so an epoch can be taken
 up again at any batch. Nothing here knows which data set it is.
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-_AT_ONCE = 10_000  # images that are cropped together: a few large operations, and not all images twice in memory
+_AT_ONCE = 10_000  # images that are changed together: a few large operations, and not all images twice in memory
+_KNOTS = 4  # rows and columns of points that a distortion moves
 
 
 def epoch_generator(seed: int, epoch: int) -> Generator:
@@ -73,3 +74,35 @@ def augment(images: Tensor, generator: Generator, out: Tensor, pad: int = 4) -> 
     top, left, flip = (draw.to(images.device) for draw in (top, left, flip))
     for part in torch.arange(n, device=images.device).split(_AT_ONCE):
         out[part] = crop_and_flip(images[part], top[part], left[part], flip[part], pad)
+
+
+def displaced(images: Tensor, knots: Tensor) -> Tensor:
+    """Takes every pixel of each image from another place of it, by a smooth field of displacements.
+
+    The field is given at `knots`, (N, rows, columns, 2) with right and down in pixels, which lie evenly from corner to
+    corner; it is cubic between them. Pixels are linear between each other, and black outside. Bytes stay bytes.
+    """
+    height, width = images.shape[2:]
+    rows, columns = (_cubic(*sizes, images.device) for sizes in ((knots.shape[1], height), (knots.shape[2], width)))
+    moved = torch.einsum("nijc,ih,jw->nhwc", knots, rows, columns)
+    down, right = ((torch.arange(n, device=images.device) + 0.5) * 2 / n - 1 for n in (height, width))
+    places = torch.stack(torch.meshgrid(right, down, indexing="xy"), -1)  # as `grid_sample` counts: −1 to 1
+    places = places + moved * 2 / torch.tensor([width, height], device=images.device)
+    return F.grid_sample(images.to(torch.float32), places, align_corners=False).round_().to(images.dtype)
+
+
+@cache
+def _cubic(knots: int, size: int, device: torch.device) -> Tensor:
+    """How much of each knot is at each of so many pixels, (knots, size): by cubic convolution."""
+    line = torch.eye(knots).view(knots, 1, knots, 1)
+    return F.interpolate(line, (size, 1), mode="bicubic", align_corners=True)[:, 0, :, 0].to(device)
+
+
+def distort(images: Tensor, generator: Generator, out: Tensor, by: float) -> None:
+    """Bends every image at random into `out`: 4 × 4 points of it are moved by N(0, by²) pixels each way, and what is
+    between them goes along. So images are shifted, turned, stretched and bent at once (Simard et al., 2003). In place
+    and by a generator on the CPU, as `augment`.
+    """
+    knots = by * torch.randn(len(images), _KNOTS, _KNOTS, 2, generator=generator)
+    for part in torch.arange(len(images), device=images.device).split(_AT_ONCE):
+        out[part] = displaced(images[part], knots[part.cpu()].to(images.device))

@@ -17,10 +17,10 @@ from ellzero.experiments.data.cifar import CIFAR_10, CIFAR_100
 from ellzero.experiments.data.datasets import Dataset, Tensors
 from ellzero.experiments.data.downloads import Facts, contents, data_folder
 from ellzero.experiments.data.importing import OwnError
-from ellzero.experiments.data.mnist import MNIST, MNIST5K
+from ellzero.experiments.data.mnist import MNIST, MNIST5K, MNIST_SPLIT
 from ellzero.experiments.data.own import is_own, load_own
 
-KNOWN = {"mnist": MNIST, "mnist5k": MNIST5K, "cifar10": CIFAR_10, "cifar100": CIFAR_100}
+KNOWN = {"mnist": MNIST, "mnist-split": MNIST_SPLIT, "mnist5k": MNIST5K, "cifar10": CIFAR_10, "cifar100": CIFAR_100}
 
 
 def load(
@@ -32,8 +32,9 @@ def load(
     """Loads a data set onto a device.
 
     Args:
-        name: "mnist", "cifar10", "cifar100" (its 100 fine classes), or "mnist5k": 4,000 + 1,000 images of MNIST's
-            training set that come with the library; or data of your own: `MODULE:FUNCTION`, which gives two data sets,
+        name: "mnist", "cifar10", "cifar100" (its 100 fine classes); "mnist-split", which has the last 10,000 of MNIST's
+            training images to test on, to choose settings by; or "mnist5k": 4,000 + 1,000 images of MNIST's training
+            set that come with the library; or data of your own: `MODULE:FUNCTION`, which gives two data sets,
             `FILE.npz`, or a folder of images.
         data_dir: the folder that files are looked up in, and downloaded to where they are missing: `mnist/` with the
             four idx `.gz` files, `cifar-10-batches-bin/` and `cifar-100-binary/` with the `.bin` files, or the archives

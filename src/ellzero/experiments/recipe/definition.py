@@ -19,7 +19,8 @@ from ellzero.experiments.recipe.fields import Fields
 FIELDS = {f.name: Described(f) for f in fields(Fields)}
 _LATER = (
     "loss", "metric", "cosine", "gate", "estimator", "threshold", "start", "most_noise", "per_example",
-    "penalty_after", "penalty_warmup", "linear_after", "weights_first",
+    "penalty_after", "penalty_warmup", "linear_after", "weights_first", "distort", "teacher",
+    "teacher_epochs", "temperature",
 )  # fmt: skip
 # They are no part of a digest where they have their default: runs of before go on.
 
@@ -68,7 +69,8 @@ class Recipe(Fields):
     @property
     def is_own(self) -> bool:
         """Whether code of the user's takes part in a step: it may do another thing in each, and goes alone."""
-        return self.facts.own or self.loss is not None or is_code(self.data)
+        code = (self.data, self.teacher or "")
+        return self.facts.own or self.loss is not None or any(map(is_code, code))
 
     @property
     def error(self) -> str:
@@ -135,6 +137,20 @@ class Recipe(Fields):
     def gate_epochs(self) -> int:
         """Epochs with gates that learn: all, or those until they settle."""
         return self.epochs if self.settle_at is None else min(self.settle_at, self.epochs)
+
+    @property
+    def taught_by(self) -> Self | None:
+        """The recipe of its teacher, if it has one: images and steps as its own, no gates."""
+        if self.teacher is None:
+            return None
+        alike = (
+            "data", "init", "optimizer", "lr", "momentum", "nesterov", "l2", "batch", "scaling", "augment", "distort",
+            "precision", "compile", "channels_last", "seed",
+        )  # fmt: skip
+        own: dict[str, Any] = {name: getattr(self, name) for name in alike}
+        own |= {"init": "own"} if networks.find(self.teacher).own else {}
+        what = {"name": f"{self.name}-teacher", "network": self.teacher, "placement": None}
+        return type(self)(**own | what, epochs=self.teacher_epochs, cosine=True)
 
     def _idle(self, name: str, strict: bool) -> Iterable[str]:
         """Why a field that differs from its default does nothing."""

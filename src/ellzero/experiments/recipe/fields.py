@@ -42,6 +42,7 @@ _ON_TARGET = Needs(_TARGET.acts, "without `at_most`")
 _ON_GATED_L2 = Needs(lambda r: r.placement is not None and r.l2 > 0, "without gates and `l2`")
 _BY_EQ_17 = Needs(lambda r: r.expects, "with `gate` {gate!r}: its weights have plain decay")
 _ON_PENALTY = Needs(lambda r: r.penalty is not None, "without `penalty`", strict=True)
+_ON_TEACHER = Needs(lambda r: r.teacher is not None, "without a `teacher`", strict=True)
 _PART = Range("a fraction of the epochs in [0, 1]", lambda x: 0 <= x <= 1)
 _AT_EVENTS = Needs(lambda r: bool(r.shrink_at), "without `shrink_at`")
 _TOO_LATE = "after the last of {epochs} epochs"
@@ -305,6 +306,25 @@ class Fields:
         '"unit" for pixels in [0, 1], "signed" for [−1, 1], "standard" for mean 0 and deviation 1.',
     ] = "standard"
     augment: Annotated[bool, "whether images are padded by 4, cropped at random and mirrored."] = False
+    distort: Annotated[
+        NotNegative,
+        "by how many pixels (the standard deviation) points of the training images are moved at random, in each epoch "
+        "anew, so that they are shifted, turned, stretched and bent; 0 for images as they are.",
+    ] = 0.0
+    teacher: Annotated[
+        Annotated[str, _NETWORK] | None,
+        "the network that is trained first, without gates, on the same images by steps of the same kind, and whose "
+        "probabilities stand for the labels from then on (Hinton et al., 2015). None for the labels themselves.",
+        Needs(lambda r: r.loss is None, "with a `loss` of your own: it answers with classes", strict=True),
+        Rule(
+            lambda r: (
+                None in (r.teacher, KNOWN.get(r.data)) or networks.find(r.teacher).images in (None, KNOWN[r.data].shape)
+            ),
+            "must be a network for the images of {data!r}, got {teacher!r}",
+        ),
+    ] = None
+    teacher_epochs: Annotated[Count, "of the teacher, with a learning rate that falls on a cosine.", _ON_TEACHER] = 20
+    temperature: Annotated[Positive, "by what the teacher's logits are divided.", _ON_TEACHER] = 1.0
     samples: Annotated[Count, "L of eq. 9, draws of the gates for each batch.", _ON_GATES] = 1
     extra_gradient: Annotated[
         bool,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from ellzero.experiments.data import Dataset, Tensors, stand_in
@@ -73,9 +74,10 @@ def train(
     writes, watchers = trainer.rank == 0, list(watchers) if trainer.rank == 0 else []
     with ExitStack() as after:
         after.callback(trainer.step.part)
+        if folder is not None and writes:
+            after.enter_context(folder.locked())
+        trainer.supply.teacher = _teacher(trainer, folder)
         if folder is not None:
-            if writes:
-                after.enter_context(folder.locked())
             saver.resume(trainer, folder)
         interrupt = after.enter_context(_Interrupt())
         for watcher in watchers:
@@ -113,6 +115,27 @@ def train(
             if writes:
                 folder.finish(evaluation.results(trainer))
     return trainer
+
+
+def _teacher(trainer: Trainer, folder: Folder | None) -> Callable[[Tensor], Tensor] | None:
+    """Trains the teachers of runs, if they have any, in a folder inside theirs; what they say of images of each run."""
+    own = [recipe.taught_by for recipe in trainer.recipes if recipe.taught_by is not None]
+    if not own:
+        return None
+    place = None
+    if folder is not None:
+        home = folder.path / "teacher"
+        place = Folder.open(home) if (home / "run.json").exists() else Folder.create(home, own, folder.about)
+    on_gpu = [trainer.device] if trainer.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu):  # runs draw as if there were none
+        taught = train(own, trainer.data, place, every=own[0].epochs)
+    values, runs, temperature = taught.values(), taught.runs.eval(), trainer.recipe.temperature
+
+    @torch.no_grad()
+    def teacher(x: Tensor) -> Tensor:
+        return (runs.outputs(x, values).float() / temperature).softmax(-1)
+
+    return teacher
 
 
 def train_epoch(trainer: Trainer) -> Iterator[Tensor]:

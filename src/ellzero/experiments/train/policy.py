@@ -13,7 +13,7 @@ from typing import final
 from ellzero.experiments.recipe import Recipe
 
 STACKABLE = {"name", "init", "penalty", "cost", "at_most", "seed"}  # what runs of one stack may differ in
-ALONE = ("augment", "shrink_at", "settle_at", "channels_last")  # what runs of a stack cannot have
+ALONE = ("shrink_at", "settle_at", "channels_last")  # what runs of a stack cannot have
 _FAST_WIDTHS = 32  # of which a GPU likes multiples
 _TEST_BATCH = 1000  # images at once, on a CPU
 
@@ -39,6 +39,8 @@ def refuse(recipes: Sequence[Recipe], images: int, ranks: int) -> None:
         raise ValueError(f'`estimator` must be "straight_through" for {ranks} processes, got {r.estimator!r}')
     if ranks > 1 and r.compile:
         raise ValueError(f"`compile` must be absent or false for {ranks} processes, got true")
+    if ranks > 1 and r.teacher is not None:
+        raise ValueError(f"`teacher` must be absent for {ranks} processes, got {r.teacher!r}")
     if r.batch % ranks:
         raise ValueError(f"`batch` must be a multiple of the {ranks} processes, got {r.batch}")
 

@@ -6,14 +6,14 @@ of its own. This file knows recipes and data; it does not know networks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ellzero.experiments.data import Dataset, Samples, Tensors, augment, epoch_generator, shuffled
+from ellzero.experiments.data import Dataset, Samples, Tensors, augment, distort, epoch_generator, shuffled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import processes as parallel
 
@@ -27,24 +27,30 @@ class Supply:
         self.recipe = recipes[0]
         self._stream: Iterator[tuple[Tensor, Tensor]] = iter(())  # of samples that are made one by one
         self._images = torch.zeros(0)
+        self._changes = self.recipe.augment or self.recipe.distort > 0
+        self._run = torch.arange(len(recipes), device=dataset.device)[:, None]
+        self.teacher: Callable[[Tensor], Tensor] | None = None  # the probabilities of classes that count as labels
         if isinstance(dataset, Tensors):
-            # Scaled once and for all, or bytes that every epoch crops and flips anew.
-            self._images = dataset.train_x.clone() if self.recipe.augment else self._scaled(dataset.train_x)
-        if self.recipe.augment and (self._images.dtype is not torch.uint8 or self._images.ndim != 4):
-            raise ValueError(
-                f"`augment` must be false for {self.recipe.data!r}, which are no images of bytes in memory"
-            )
+            # Scaled once and for all runs, or bytes of each run that every epoch changes anew.
+            x = dataset.train_x
+            self._images = torch.stack([x] * len(recipes)) if self._changes else self._scaled(x)
+        for name, off in (("augment", "false"), ("distort", "0")):
+            no_images = self._images.dtype is not torch.uint8 or self._images.ndim != 5
+            if getattr(self.recipe, name) and no_images:
+                raise ValueError(
+                    f"`{name}` must be {off} for {self.recipe.data!r}, which are no images of bytes in memory"
+                )
 
     def epoch(self, number: int, begin: int = 0) -> tuple[Tensor, Tensor]:
         """The order of the images, (steps, runs, batch), and the gates' noise, (steps, runs, draws, gates); who takes
         up an epoch says at which step it begins.
         """
         device, order, noise = self.data.device, [], []
-        for recipe in self.recipes:
+        for run, recipe in enumerate(self.recipes):
             drawn = epoch_generator(recipe.seed, number)
             generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=drawn)))
-            if recipe.augment and isinstance(self.data, Tensors):
-                augment(self.data.train_x, drawn, out=self._images)
+            if self._changes and isinstance(self.data, Tensors):
+                self._change(self.data.train_x, drawn, self._images[run])
             batches = shuffled(self.data.sizes[0], recipe.batch, generator)
             order.append(batches.chunk(parallel.ranks(), 1)[parallel.rank()])
             if parallel.rank():
@@ -59,15 +65,24 @@ class Supply:
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Images and labels of one step, (runs, batch, …), in the epoch that was drawn last."""
         if isinstance(self.data, Tensors):
-            x, y = self._images[index], self.data.train_y[index]
+            x = self._images[self._run, index] if self._changes else self._images[index]
+            y = self.data.train_y[index]
         else:  # they come in that order
             x, y = next(self._stream)
             x, y = self._scaled(x)[None], y[None]
-        if self.recipe.augment:
+        if self._changes:
             x = self._scaled(x.flatten(0, 1)).view(x.shape)
         if self.recipe.channels_last:  # there is one run, so the leading dimension is in nobody's way
             x = x[0].contiguous(memory_format=torch.channels_last)[None]
-        return x, y
+        return x, y if self.teacher is None else self.teacher(x)
+
+    def _change(self, images: Tensor, drawn: torch.Generator, out: Tensor) -> None:
+        """Makes the images of an epoch, as the recipe says: cropped and mirrored, then bent."""
+        if self.recipe.augment:
+            augment(images, drawn, out=out)
+            images = out
+        if self.recipe.distort:
+            distort(images, drawn, out=out, by=self.recipe.distort)
 
     def scaled(self, images: Tensor) -> Tensor:
         """Bytes as the network takes them: scaled and laid out as the recipe says."""

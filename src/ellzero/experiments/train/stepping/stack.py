@@ -201,6 +201,13 @@ class Runs(nn.Module):
         one = partial(self._one, Objective.loss)
         return cast(tuple[Tensor, Tensor], vmap(one, randomness="different")(self.values(), x, y, noise))
 
+    def outputs(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
+        """What every run answers to images of its own: (runs, batch, …) for `x` of such a shape."""
+        one = partial(self._one, Objective.logits)
+        if self.size == 1:
+            return cast(Tensor, one(values, x[0])[None])
+        return cast(Tensor, vmap(one)(values, x))
+
     def evaluate(
         self, function: Callable[..., Tensor], *args: Tensor, values: dict[str, Tensor] | None = None
     ) -> Tensor:
