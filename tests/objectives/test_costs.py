@@ -464,3 +464,25 @@ def test_costs_are_scalars_in_the_gates_precision_and_device() -> None:
             assert not cost(gated, kept=True).requires_grad or cost is l0.l2_norm  # the weights are still there
     half = single.to(torch.bfloat16)
     assert number(l0.params(half)) == pytest.approx(number(l0.params(double)), rel=0.02)
+
+
+def test_what_is_kept_is_planned_anew_where_other_gates_are_open_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, plan = [], l0.Gated.plan
+
+    def counted(gated: l0.Gated, **options: Any) -> Any:
+        made.append(options)
+        return plan(gated, **options)
+
+    monkeypatch.setattr(l0.Gated, "plan", counted)
+    gated = l0.attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
+    ((_, gate),) = gated.named_gates()
+    for closed, units, plans in (([], 3, 1), ([], 3, 1), ([0], 2, 2), ([0], 2, 2), ([], 3, 3)):
+        with torch.no_grad():
+            gate.log_alpha.fill_(3.0 + torch.rand(()))  # moves, and stays open
+            gate.log_alpha[closed] = -9.0
+        assert float(l0.macs(gated, kept=True)) == units * (4 + 2)
+        assert len(made) == plans
+    for plans in (4, 5):  # one unit stays, which one follows from the evidence: never remembered
+        gate.close_(torch.ones(3, dtype=torch.bool))
+        assert float(l0.macs(gated, kept=True)) == 4 + 2
+        assert len(made) == plans

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ellzero.gated.counting import Census
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement
 
@@ -303,9 +304,25 @@ def _terms(which: str, gated: Gated, kept: bool, only: str | None) -> tuple[Any,
         gated.memo[key] = [True] * len(census.names) if only is None else _matches(census.names, only, "a layer")
     chosen: list[bool] = gated.memo[key]
     if kept:
-        home = gated.tables["ends"].device
-        return census, torch.as_tensor(census.kept(gated.plan(refuse=False)), device=home), chosen
+        return census, _kept_terms(which, gated, census), chosen
     return census, census.expected(*gated.alive(), gated.census_tables[which]), chosen
+
+
+def _kept_terms(which: str, gated: Gated, census: Census) -> Tensor:
+    """What is kept by each layer. While gates learn, mostly the same ones are open as in the step before: then a plan
+    of removal is not made again. It follows from what is open alone, but where evidence chooses the unit that stays.
+    """
+    opens, key = gated.opens().cpu().numpy().tobytes(), ("kept", which)
+    lasting = gated.taken is None and not gated.graph.balanced and not torch.compiler.is_compiling()
+    if lasting and key in gated.memo and gated.memo[key][0] == opens:
+        before: Tensor = gated.memo[key][1]
+        return before
+    plan = gated.plan(refuse=False)
+    terms = torch.as_tensor(census.kept(plan), device=gated.tables["ends"].device)
+    spans = zip(gated.graph.axes, gated.graph.offsets, strict=False)
+    if lasting and not any(a.size > 1 and plan.units[s : s + a.size].sum() == 1 for a, s in spans):
+        gated.memo[key] = opens, terms
+    return terms
 
 
 def _counting_sites(
