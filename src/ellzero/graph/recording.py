@@ -1,15 +1,16 @@
 """A forward as the list of its operations: the model runs on the example, and what torch is told to do is written down.
 
 The list is a `torch.fx.Graph`, as `torch.export` makes it, in a small part of the time: it takes one forward. What it
-cannot vouch for, such as a number that the data tell, raises `Unrecorded`; `torch.export` then says more. This file
-does not know what an operation means.
+cannot vouch for, such as a number that the data tell, raises `Unrecorded`; `torch.export` then says more. No number
+that flows decides anything then, so products, which are nearly all of the work, are zeros (`Hollow`). This file does
+not know what an operation means.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,15 +18,22 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Members = dict[str, str]  # of each placeholder that is one: the name of a parameter or buffer
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 # Made of others inside torch, and so without the tag: as large as the data tell.
 _AS_LARGE_AS_DATA = ("aten::where", "aten::argwhere", "aten::nonzero_numpy", "aten::one_hot", "aten::tensor_split")
-_LEAVING = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage", "_typed_storage")
+LEAVING = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage", "_typed_storage")
+_PRODUCTS = {
+    *("aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+    *("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"),
+}
 _PLAIN = (Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))
+
+
+Runs = Callable[[Any, Any, Any], Any]  # an operation, on its arguments
 
 
 class Unrecorded(Exception):
@@ -38,7 +46,18 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         Unrecorded: an operation depends on the data, or its tensors went where they cannot be followed.
     """
-    recorder = _Recorder(model, args, kwargs)
+    try:
+        return _recorded(model, *tree_map(copied, (args, kwargs)), hollow)
+    except Unrecorded:
+        raise
+    except Exception:  # zeros will not do, as for the inverse of a matrix
+        return _recorded(model, args, kwargs, _whole)
+
+
+def _recorded(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carry_out: Runs
+) -> tuple[fx.Graph, Members]:
+    recorder = _Recorder(model, args, kwargs, carry_out)
     # Gradients stay switched on, for those who ask; below autograd, an operation made of others is still one.
     below = torch._C._AutoDispatchBelowAutograd()
     with torch.enable_grad(), recorder.modules(model), below, _Followed(recorder), recorder:
@@ -49,10 +68,11 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class _Recorder(TorchDispatchMode):
     """Writes down each operation as a node of a graph, and knows the node of every tensor."""
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carry_out: Runs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.carry_out = carry_out  # an operation on what the model is told
         self.graph, self.members = fx.Graph(), Members()
-        self.nodes = WeakTensorKeyDictionary()
+        self.nodes, self.told = WeakTensorKeyDictionary(), _Told()
         self.within = [""]  # the modules whose forward is running
         self.doubt: Unrecorded | None = None  # a model may catch what is raised in it
         for kind, named in (("p_", model.named_parameters()), ("b_", model.named_buffers())):
@@ -87,16 +107,18 @@ class _Recorder(TorchDispatchMode):
         if any(isinstance(leaf, torch.UntypedStorage) for leaf in tree_iter(args)):  # whose, nobody knows
             raise self.doubts(func)
         given = tree_map_only(Tensor, self.node, (args, kwargs))  # before it runs: it may change them in place
-        made = func(*args, **kwargs)
-        told = any(n.meta["told"] for n in tree_iter(given) if isinstance(n, fx.Node))
+        told = self.told.among((args, kwargs))
+        made = (self.carry_out if told else _whole)(func, args, kwargs)
         leaves = list(tree_iter(made))
         numbers = not leaves or not all(isinstance(t, Tensor) for t in leaves)
         if told and (numbers or _by_data(func, args)):
             raise self.doubts(func)
+        if told:
+            self.told.add(func, leaves)
         if numbers:
             return made  # always the same
         node = self.graph.call_function(func, *given)
-        node.meta |= {"val": tree_map_only(Tensor, _shape, made), "told": told, "module": self.within[-1]}
+        node.meta |= {"val": tree_map_only(Tensor, _shape, made), "module": self.within[-1]}
         same = {id(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         for k, tensor in enumerate(leaves):
             if id(tensor) in same and not func._schema.is_mutable:
@@ -105,7 +127,7 @@ class _Recorder(TorchDispatchMode):
                 self.nodes[tensor] = node
             else:
                 self.nodes[tensor] = part = self.graph.call_function(operator.getitem, (node, k))
-                part.meta |= {"val": _shape(tensor), "told": told, "module": self.within[-1]}
+                part.meta |= {"val": _shape(tensor), "module": self.within[-1]}
         return made
 
     def node(self, tensor: Tensor) -> fx.Node:
@@ -115,8 +137,10 @@ class _Recorder(TorchDispatchMode):
 
     def _placeholder(self, name: str, tensor: Tensor, *, told: bool) -> fx.Node:
         node = self.graph.placeholder(name)
-        node.meta |= {"val": _shape(tensor), "told": told, "module": self.within[-1]}
+        node.meta |= {"val": _shape(tensor), "module": self.within[-1]}
         self.nodes[tensor] = node
+        if told:
+            self.told.add(None, [tensor])
         return node
 
     def doubts(self, what: Any) -> Unrecorded:
@@ -132,6 +156,68 @@ class _Recorder(TorchDispatchMode):
         return self.graph
 
 
+class _Told:
+    """Which tensors are made of parameters or inputs, or lie where such were written in place."""
+
+    def __init__(self) -> None:
+        self.tensors = WeakTensorKeyDictionary()
+        self.written: dict[int, torch.UntypedStorage] = {}
+
+    def add(self, func: Any, made: list[Any]) -> None:
+        for tensor in made:
+            if func is not None and func._schema.is_mutable and tensor not in self.tensors:
+                memory = tensor.untyped_storage()  # of others too, of which it is a view
+                self.written[memory._cdata] = memory
+            self.tensors[tensor] = True
+
+    def among(self, tree: Any) -> bool:
+        tensors = list(filter(_is_tensor, tree_iter(tree)))
+        if any(t in self.tensors for t in tensors):
+            return True
+        return bool(self.written) and any(t.untyped_storage()._cdata in self.written for t in tensors)
+
+
+def _whole(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def hollow(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation makes, or zeros in the place of a product of floating-point numbers, laid out as it is."""
+    tensors = list(filter(_is_tensor, tree_iter(args))) if func._schema.name in _PRODUCTS else []
+    if not tensors or func._schema.is_mutable or not all(t.is_floating_point() for t in tensors):
+        return func(*args, **kwargs)
+    like = func(*tree_map_only(Tensor, _laid_out, args), **kwargs)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=tensors[0].device).zero_()
+
+
+class Hollow(TorchDispatchMode):
+    """Carries out a forward without its products, if no number that flows turns its way. What is made of neither
+    parameters nor inputs is whole: a model may keep it.
+
+    Args:
+        model: that runs.
+        inputs: what it gets, to the object.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.doubt: Unrecorded | None = None
+        self.told = _Told()
+        self.told.add(None, [*model.parameters(), *model.buffers(), *filter(_is_tensor, tree_iter(inputs))])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.told.among((args, kwargs)):
+            return func(*args, **kwargs)
+        made = hollow(func, args, kwargs)
+        leaves = list(tree_iter(made))
+        if not leaves or not all(map(_is_tensor, leaves)) or _by_data(func, args):
+            self.doubt = Unrecorded(str(func))
+            raise self.doubt
+        self.told.add(func, leaves)
+        return made
+
+
 class _Followed(TorchFunctionMode):
     """Sees to it that no tensor leaves the recorder's sight: as numbers for Python, or by a way around torch."""
 
@@ -142,7 +228,7 @@ class _Followed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name in _LEAVING or (isinstance(made, Tensor) and made not in self.recorder.nodes and self._knows(args)):
+        if name in LEAVING or (isinstance(made, Tensor) and made not in self.recorder.nodes and self._knows(args)):
             raise self.recorder.doubts(func)
         return made
 
@@ -157,6 +243,19 @@ def _by_data(func: Any, args: Any) -> bool:
     )
     large = func._schema.name in _AS_LARGE_AS_DATA and len(args) < 3  # the other `where` is as large as its arguments
     return masked or large or not _BY_DATA.isdisjoint(func.tags)
+
+
+def copied(leaf: Any) -> Any:
+    """The leaf itself, or a tensor with the same numbers: some models change their inputs in place."""
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _laid_out(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _shape(tensor: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,13 @@ def _alike(shape: Any, size: int) -> set[int]:
     return {d for d, n in enumerate(shape) if n == size}
 
 
-def stored(model: nn.Module, graph: Graph, forward: Callable[[], Any]) -> tuple[Stored, ...]:
+def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tuple[Stored, ...]:
     """The whole numbers in modules that are as large as a dimension that units are laid along in their own forward.
 
     Args:
         model: that was traced. Its numbers are marked while it runs.
         graph: what was found.
-        forward: runs it.
+        forwards: run it; each if those before raise something.
     """
     laid: dict[tuple[str, int], list[Numbers]] = defaultdict(list)
     along: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
@@ -77,7 +78,7 @@ def stored(model: nn.Module, graph: Graph, forward: Callable[[], Any]) -> tuple[
             ways = laid.get((path, size), []) if type(size) is int else []
             if ways and all(np.array_equal(np.sort(way), np.sort(ways[0])) for way in ways):
                 found[path, size].append(Stored(path, name, ways[0]))
-    seen = _watched(model, [s for several in found.values() for s in several], forward) if found else {}
+    seen = _watched(model, [s for several in found.values() for s in several], forwards) if found else {}
     out = []
     for several in found.values():
         told = {s.attribute: seen.get((s.module, s.attribute), set()) for s in several}
@@ -88,7 +89,7 @@ def stored(model: nn.Module, graph: Graph, forward: Callable[[], Any]) -> tuple[
     return tuple(out)
 
 
-def _watched(model: nn.Module, candidates: list[Stored], forward: Callable[[], Any]) -> dict[Place, Any]:
+def _watched(model: nn.Module, candidates: list[Stored], forwards: Sequence[Callable[[], Any]]) -> dict[Place, Any]:
     watch = _Watch()
     marked = [(model.get_submodule(s.module), s) for s in candidates]
     for module, s in marked:
@@ -96,10 +97,10 @@ def _watched(model: nn.Module, candidates: list[Stored], forward: Callable[[], A
         number.place = s.module, s.attribute
         setattr(module, s.attribute, number)
     try:
-        with watch:
-            forward()
-    except Exception:  # it takes no numbers but plain ones: what was seen until then is true
-        pass
+        for forward in forwards:
+            with suppress(Exception), watch:  # it takes no numbers but plain ones: what was seen until then is true
+                forward()
+                break
     finally:
         for module, s in marked:
             setattr(module, s.attribute, len(s.units))

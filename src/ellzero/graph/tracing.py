@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
-from ellzero.graph.recording import Members, recorded
+from ellzero.graph.recording import Hollow, Members, copied, recorded
 from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, tensors, unknown
 from ellzero.graph.stored import stored
 from ellzero.graph.ties import Ties, unify
@@ -93,12 +94,21 @@ def places(model: nn.Module) -> dict[str, list[str]]:
 
 def run(model: nn.Module, inputs: Inputs) -> Any:
     """Calls the model. It gets copies of the inputs: some models change theirs in place."""
-    args, kwargs = tree_map(_copied, inputs)
+    args, kwargs = tree_map(copied, inputs)
     return model(*args, **kwargs)
 
 
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def run_hollow(model: nn.Module, inputs: Inputs) -> None:
+    """Calls the model for the way that it takes alone, in a small part of the time where numbers do not turn it.
+
+    Raises:
+        Unrecorded: they may.
+    """
+    args, kwargs = tree_map(copied, inputs)
+    with Hollow(model, (args, kwargs)) as hollow:
+        model(*args, **kwargs)
+    if hollow.doubt:
+        raise hollow.doubt
 
 
 Watch = Callable[[nn.Module, Inputs], Callable[[], tuple[str, ...]]]
@@ -139,7 +149,7 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     walk(model, ties, _doubled(inputs), deadline, training=True)
     graph = unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
     with mode(model, False), torch.no_grad():
-        graph = replace(graph, stored=stored(model, graph, lambda: run(model, inputs)))
+        graph = replace(graph, stored=stored(model, graph, partial(run_hollow, model, inputs), partial(run, model, inputs)))
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
     return replace(graph, turns=turns)
@@ -254,7 +264,7 @@ class _Walk:
         """The operations of a forward; None where the model has no such one: what the first walk saw stands then."""
         with mode(self.model, training), warnings.catch_warnings(action="ignore"):
             try:
-                return recorded(self.model, *tree_map(_copied, inputs))
+                return recorded(self.model, *tree_map(copied, inputs))
             except Exception:  # a model that depends on data, or one that rejects the batch
                 pass
             try:

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ellzero.graph.axes import Graph
+from ellzero.graph.recording import LEAVING
 from ellzero.graph.rules import SIZED
-from ellzero.graph.tracing import Inputs, batch_size, mode, run
+from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
 LARGE = 1_000_000  # parameters
 
@@ -83,13 +84,15 @@ def turns(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
     """Runs the model on the example. What comes back asks what makes it take another way, and says so in words:
     "a batch of 1", "4 instead of 3".
     """
-    usual = _names(model, inputs)
+    usual = _leads(model, inputs, run)
 
     def ask() -> tuple[str, ...]:
         found = []
         for what, other in _others(inputs):
             try:
-                if all(_names(model, other) != usual for _ in range(2)):  # the first time it may fill a cache
+                if _leads(model, other, run_hollow) == usual:
+                    continue
+                if all(_leads(model, other, run) != usual for _ in range(2)):  # the first time it may fill a cache
                     found.append(what)
             except Exception:  # it takes no such input
                 continue
@@ -113,11 +116,20 @@ def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
             yield f"{number} instead of {leaf}", tree_unflatten([*leaves[:k], number, *leaves[k + 1 :]], spec)
 
 
-def _names(model: nn.Module, inputs: Inputs) -> list[tuple[str, int]]:
-    with mode(model, training=False), Calls() as calls, torch.no_grad():
-        run(model, inputs)
+def _leads(
+    model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs], Any]
+) -> list[tuple[str, int]] | None:
+    """The way that a forward takes; None where one without numbers does not show it."""
+    try:
+        with mode(model, training=False), Calls() as calls, torch.no_grad():
+            runs(model, inputs)
+    except Exception:
+        if runs is run:
+            raise
+        return None
     # An `expand` is no way of its own: many leave it out where there is nothing to repeat.
-    return [(name, ndim) for name, _, ndim in calls.made if name not in ("expand", "expand_as")]
+    names = [(name, ndim) for name, _, ndim in calls.made if name not in ("expand", "expand_as")]
+    return None if runs is not run and any(name in LEAVING for name, _ in names) else names
 
 
 def _flat(told: Any) -> Iterator[Any]:
