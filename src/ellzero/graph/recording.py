@@ -47,11 +47,12 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         Unrecorded: an operation depends on the data, or its tensors went where they cannot be followed.
     """
     try:
-        return _recorded(model, *tree_map(copied, (args, kwargs)), hollow)
+        own: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(copied, (args, kwargs))
+        return _recorded(model, *own, carry_out=hollow)
     except Unrecorded:
         raise
     except Exception:  # zeros will not do, as for the inverse of a matrix
-        return _recorded(model, args, kwargs, _whole)
+        return _recorded(model, args, kwargs, carry_out=_whole)
 
 
 def _recorded(

@@ -144,12 +144,14 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
         hint = "; detach it, or use `torch.nn.utils.parametrizations` where a hook makes it"
         raise TraceError(f"{what}: {why + hint if why else first_line(error)}") from error
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
-    asked = walk(model, ties, inputs, deadline, watch=watch)
+    asked = walk(model, ties, inputs, deadline, watch=watch or _watched)
     turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
     graph = unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
     with mode(model, False), torch.no_grad():
-        graph = replace(graph, stored=stored(model, graph, partial(run_hollow, model, inputs), partial(run, model, inputs)))
+        graph = replace(
+            graph, stored=stored(model, graph, partial(run_hollow, model, inputs), partial(run, model, inputs))
+        )
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
     return replace(graph, turns=turns)
@@ -177,8 +179,7 @@ def walk(
 ) -> Callable[[], tuple[str, ...]]:
     """Lets the rules speak about one forward. Training is left out where the model has none, or takes no such batch."""
     try:
-        # Not only to see that it runs: what a model caches is made here, and not of the fake tensors of an export.
-        asked = _nothing if training else (watch or _watched)(model, inputs)
+        asked = watch(model, inputs) if watch else _nothing
     except Exception as error:
         raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
     _Walk(model, ties, canonical_names(model), deadline).go(inputs, training)
@@ -268,8 +269,8 @@ class _Walk:
             except Exception:  # a model that depends on data, or one that rejects the batch
                 pass
             try:
-                if training:
-                    run(self.model, inputs)
+                with torch.set_grad_enabled(training):
+                    run(self.model, inputs)  # it must, and what it caches must not be made of fake tensors
                 program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
             except Exception as error:
                 if training:

@@ -8,7 +8,7 @@ comes out is compared with the copy whose reading weights are set to zero at tho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -130,9 +130,11 @@ class _Bench:
 
     def _sets(self, inputs: Inputs, seed: int = 0) -> bool:
         """Adds a scene, a disturbed copy of the model and an input, if it runs and gives finite numbers."""
-        lends = not seed and self.dtype is not None and is_large(self.original) and self.graph.products is not None
-        lent = loans(self.original, self.graph, self.dtype, seed) if lends and self.dtype else Loans()
-        return bool(lent.weights and self._adds(inputs, seed, lent)) or self._adds(inputs, seed, Loans())
+        ways = [Loans()]
+        if not seed and self.dtype is not None and is_large(self.original) and self.graph.products is not None:
+            lent = loans(self.original, self.graph, self.dtype, seed)
+            ways = [*([lent] if lent.ends else []), *([replace(lent, ends=())] if lent.weights else []), *ways]
+        return any(self._adds(inputs, seed, lent) for lent in ways)
 
     def _adds(self, inputs: Inputs, seed: int, lent: Loans) -> bool:
         whole = staged(self.original, inputs, seed, lent)
@@ -149,8 +151,10 @@ class _Bench:
                     outputs, _ = whole.masked(self.graph, many.units)
             if not all(bool(t.isfinite().all()) for t in outputs):
                 return False
-            if lent.weights:  # slopes of what is left will do, if they show everything
-                moved = moving(self.graph, small)
+            for scene in self._lesser(small, many) if lent.weights else ():  # slopes of what is left will do
+                moved |= moving(self.graph, scene)
+                if all(self._among(moved, k) for k in free):
+                    break
         except Exception:
             return False
         if lent.weights and not all(self._among(moved, k) for k in free):
@@ -159,6 +163,14 @@ class _Bench:
         self.moved = moved
         self.tolerance = max(self.tolerance, coarsest.tolerance(1e-9))
         return True
+
+    def _lesser(self, small: Scene, plan: Plan) -> Iterator[Scene]:
+        """The scene with one unit of each axis, and itself."""
+        if not plan.columns:
+            yield small.removed(
+                self._part([k for k, a in enumerate(self.graph.axes) if a.frozen is None], "most", plan)
+            )
+        yield small
 
     def unseen(self, axes: Sequence[int]) -> list[int]:
         """The axes that the output does not depend on, as far as any scene shows: their removal cannot be checked.

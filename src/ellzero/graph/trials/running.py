@@ -116,9 +116,7 @@ def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
             yield f"{number} instead of {leaf}", tree_unflatten([*leaves[:k], number, *leaves[k + 1 :]], spec)
 
 
-def _leads(
-    model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs], Any]
-) -> list[tuple[str, int]] | None:
+def _leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs], Any]) -> list[tuple[str, int]] | None:
     """The way that a forward takes; None where one without numbers does not show it."""
     try:
         with mode(model, training=False), Calls() as calls, torch.no_grad():
@@ -298,7 +296,7 @@ def move(numbers: Tensor, seed: int, which: int) -> None:
     share, least = (0.1, 0.02) if seed == 0 else (1.0, 0.1)
     generator = torch.Generator().manual_seed(1000 * which + seed)
     drawn = torch.rand(max(1, min(numbers.numel(), 65537)), generator=generator).sub_(0.5).mul_(3.5).to(numbers)
-    drawn.mul_(share * numbers.abs().mean() + least)
+    drawn.mul_(share * torch.linalg.vector_norm(numbers, 1) / numbers.numel() + least)
     whole = numbers.numel() // len(drawn)
     if numbers.is_contiguous():
         flat = numbers.view(-1)

@@ -6,7 +6,7 @@ So no whole network in float64, twice as large as the user's, lies beside it. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,11 +36,18 @@ class Loans:
         weights: the model's own, each with its number among the parameters.
         seed: how they are disturbed.
         dtype: of what the copy gets.
+        ends: layers that get none, because they are left out: what they would read is looked at instead.
     """
 
     weights: dict[str, tuple[int, nn.Parameter]] = field(default_factory=dict)
     seed: int = 0
     dtype: torch.dtype = torch.float64
+    ends: tuple[str, ...] = ()
+
+    @property
+    def paid_out(self) -> list[str]:
+        """The names of the weights that layers do get."""
+        return [name for name in self.weights if name.rpartition(".")[0] not in self.ends]
 
     def made(self, name: str) -> Tensor:
         """A weight as the copy has it."""
@@ -53,7 +60,7 @@ class Loans:
     def lent(self, model: nn.Module, change: Lends) -> Iterator[None]:
         """Lets each layer have its weight when it runs in the block, changed in place."""
         with ExitStack() as hooks:
-            for name in self.weights:
+            for name in self.paid_out:
                 layer = model.get_submodule(name.rpartition(".")[0])
                 away = layer._parameters["weight"]
 
@@ -72,7 +79,7 @@ class Loans:
 
 
 def loans(model: nn.Module, graph: Graph, dtype: torch.dtype, seed: int) -> Loans:
-    """What can be lent: the weights that no one but their own layer reads."""
+    """What can be lent: the weights that no one but their own layer reads. Last layers can do without."""
     once = {name for name, where in places(model).items() if len(where) == 1}
     found = {}
     for number, (name, p) in enumerate(model.named_parameters()):
@@ -80,7 +87,52 @@ def loans(model: nn.Module, graph: Graph, dtype: torch.dtype, seed: int) -> Loan
         own = key == "weight" and name in once & graph.in_own_module and type(model.get_submodule(path)) in _LENDING
         if own and p.is_floating_point():
             found[name] = number, p
-    return Loans(found, seed, dtype)
+    return Loans(found, seed, dtype, ends(model, graph, found))
+
+
+def ends(model: nn.Module, graph: Graph, weights: Iterable[str]) -> tuple[str, ...]:
+    """The linear layers whose input no unit leaves, and that nobody but the output comes after, as the head of a
+    language model: the same input is the same output, and a look at the input is cheaper, and sees more.
+    """
+    free = np.repeat([a.frozen is None for a in graph.axes] + [False], [a.size for a in graph.axes] + [1])
+    fed = [(k, step) for step in graph.steps for k in step.inputs]
+
+    def is_end(path: str) -> bool:
+        layer = model.get_submodule(path)
+        runs = [k for k, step in enumerate(graph.steps) if step.module == path or f"{path}.weight" in step.reads]
+        units = [u for key in ("weight", "bias") for u in graph.units.get(f"{path}.{key}", {}).values()]
+        own = "forward" in vars(layer) or any(vars(layer)[key] for key in vars(layer) if key.endswith("_hooks"))
+        last = len(runs) == 1 and all(step.is_output for k, step in fed if k in runs)
+        return type(layer) is nn.Linear and last and not own and not any(free[u].any() for u in units)
+
+    return tuple(path for path in (name.rpartition(".")[0] for name in weights) if is_end(path))
+
+
+@contextmanager
+def left_out(model: nn.Module, paths: Iterable[str]) -> Iterator[Callable[[Any], list[Tensor]]]:
+    """Leaves layers out in the block; what comes says which tensors a forward gave out, their inputs in their place."""
+    read: list[Tensor] = []
+    made: list[Tensor] = []
+
+    def stands_in(layer: nn.Linear, input: Tensor) -> Tensor:
+        read.append(input)
+        made.append(input.new_full((), torch.nan).expand(*input.shape[:-1], layer.out_features))
+        return made[-1]
+
+    def outputs(out: Any) -> list[Tensor]:
+        given = tensors_of(out)
+        if not all(any(t is there for there in given) for t in made):
+            raise ValueError("what a last layer makes must be an output")
+        return [*read, *(t for t in given if not any(t is there for there in made))]
+
+    layers: list[Any] = [model.get_submodule(path) for path in paths]
+    try:
+        for layer in layers:
+            layer.forward = partial(stands_in, layer)
+        yield outputs
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
 
 
 @dataclass
@@ -114,9 +166,10 @@ class Scene:
             layers = [self.model.get_submodule(path) for path in sorted(gone)]
             layers += [m for m in self.model.modules() if type(m) in SHORTCUTS]
             shut = closed(self.model, graph, alive, self.done, self.loans, lends)
-            with shut, seeded(self.model), Calls() as calls, calls.mute(layers):
+            cut = left_out(self.model, self.loans.ends)
+            with shut, cut as outputs, seeded(self.model), Calls() as calls, calls.mute(layers):
                 out = run(self.model, self.inputs)
-            self.last = key, tensors_of(out), calls
+            self.last = key, outputs(out), calls
         return self.last[1:]
 
     def both(self, graph: Graph, plan: Plan) -> tuple[list[Tensor], Scene]:
@@ -137,14 +190,14 @@ class Scene:
         small = lean(self.model)
         plan.beyond(self.done).apply(small)
         layers = dict(small.named_modules())
-        for name in self.loans.weights:
+        for name in self.loans.paid_out:
             path, _, key = name.rpartition(".")
             weight = layers[path]._parameters.get(key)  # none in what stands in for a layer that is gone
             if weight is not None:
                 known = (seen or {}).get(name)
                 numbers = plan.slice(name, self.loans.made(name)) if known is None else known
                 layers[path]._parameters[key] = nn.Parameter(numbers, requires_grad=weight.requires_grad)
-        out = Scene(small, self.inputs, plan)
+        out = Scene(small, self.inputs, plan, Loans(ends=self.loans.ends))
         self.small = out if self.loans.weights else None
         return out
 
@@ -200,10 +253,10 @@ def moving(graph: Graph, scene: Scene) -> set[int]:
     ]
     generator = torch.Generator().manual_seed(1)
     try:
-        with torch.enable_grad():
-            outputs = tensors_of(run(model, scene.inputs))
-            noise = [torch.randn(t.shape, generator=generator).to(t.device) for t in outputs]
-            total = sum((t * n).sum() for t, n in zip(outputs, noise, strict=True) if t.requires_grad)
+        with torch.enable_grad(), left_out(model, scene.loans.ends) as outputs:
+            out = outputs(run(model, scene.inputs))
+            noise = [torch.randn(t.shape, generator=generator).to(t.device) for t in out]
+            total = sum((t * n).sum() for t, n in zip(out, noise, strict=True) if t.requires_grad)
             total.backward()  # type: ignore[union-attr]
     except Exception:  # no floating-point output, or something that has no derivative
         return set()
