@@ -12,7 +12,8 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,6 +35,12 @@ _PLAIN = (Tensor, int, float, complex, str, torch.dtype, torch.device, type(None
 
 
 Runs = Callable[[Any, Any, Any], Any]  # an operation, on its arguments
+
+
+class _Outline(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Unrecorded(Exception):
@@ -105,12 +112,12 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(leaf, torch.UntypedStorage) for leaf in tree_iter(args)):  # whose, nobody knows
+        if any(isinstance(leaf, torch.UntypedStorage) for leaf in flat(args)):  # whose, nobody knows
             raise self.doubts(func)
         given = tree_map_only(Tensor, self.node, (args, kwargs))  # before it runs: it may change them in place
         told = self.told.among((args, kwargs))
         made = (self.carry_out if told else _whole)(func, args, kwargs)
-        leaves = list(tree_iter(made))
+        leaves = list(flat(made))
         numbers = not leaves or not all(isinstance(t, Tensor) for t in leaves)
         if told and (numbers or _by_data(func, args)):
             raise self.doubts(func)
@@ -120,7 +127,7 @@ class _Recorder(TorchDispatchMode):
             return made  # always the same
         node = self.graph.call_function(func, *given)
         node.meta |= {"val": tree_map_only(Tensor, _shape, made), "module": self.within[-1]}
-        same = {id(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        same = {id(t) for t in flat((args, kwargs)) if isinstance(t, Tensor)}
         for k, tensor in enumerate(leaves):
             if id(tensor) in same and not func._schema.is_mutable:
                 continue  # it was handed back
@@ -172,7 +179,7 @@ class _Told:
             self.tensors[tensor] = True
 
     def among(self, tree: Any) -> bool:
-        tensors = list(filter(_is_tensor, tree_iter(tree)))
+        tensors = list(filter(_is_tensor, flat(tree)))
         if any(t in self.tensors for t in tensors):
             return True
         return bool(self.written) and any(t.untyped_storage()._cdata in self.written for t in tensors)
@@ -184,11 +191,31 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 def hollow(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation makes, or zeros in the place of a product of floating-point numbers, laid out as it is."""
-    tensors = list(filter(_is_tensor, tree_iter(args))) if func._schema.name in _PRODUCTS else []
-    if not tensors or func._schema.is_mutable or not all(t.is_floating_point() for t in tensors):
+    tensors = list(filter(_is_tensor, flat(args))) if func._schema.name in _PRODUCTS else []
+    if not tensors or kwargs or func._schema.is_mutable or not all(t.is_floating_point() for t in tensors):
         return func(*args, **kwargs)
-    like = func(*tree_map_only(Tensor, _laid_out, args), **kwargs)
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=tensors[0].device).zero_()
+    shape, stride, dtype = _product(func, _outline(args))
+    return torch.empty_strided(shape, stride, dtype=dtype, device=tensors[0].device).zero_()
+
+
+def _outline(told: Any) -> Any:
+    """Arguments without their numbers, to be looked up."""
+    if isinstance(told, list | tuple):
+        return tuple(map(_outline, told))
+    return _Outline(told.shape, told.stride(), told.dtype) if _is_tensor(told) else told
+
+
+@lru_cache(1024)  # the same for each of many blocks
+def _product(func: Any, outlines: Any) -> _Outline:
+    """How torch lays out what the operation makes."""
+    made: _Outline = _outline(func(*_unreal(outlines)))
+    return made
+
+
+def _unreal(outline: Any) -> Any:
+    if isinstance(outline, _Outline):
+        return torch.empty_strided(outline.shape, outline.stride, dtype=outline.dtype, device="meta")
+    return tuple(map(_unreal, outline)) if isinstance(outline, tuple) else outline
 
 
 class Hollow(TorchDispatchMode):
@@ -211,7 +238,7 @@ class Hollow(TorchDispatchMode):
         if not self.told.among((args, kwargs)):
             return func(*args, **kwargs)
         made = hollow(func, args, kwargs)
-        leaves = list(tree_iter(made))
+        leaves = list(flat(made))
         if not leaves or not all(map(_is_tensor, leaves)) or _by_data(func, args):
             self.doubt = Unrecorded(str(func))
             raise self.doubt
@@ -251,12 +278,17 @@ def copied(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
+def flat(told: Any) -> Iterator[Any]:
+    """The leaves of an operation's arguments: `tree_iter` does the same, and takes as long as a small operation."""
+    if isinstance(told, list | tuple | dict):
+        for part in told.values() if isinstance(told, dict) else told:
+            yield from flat(part)
+    else:
+        yield told
+
+
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
-
-
-def _laid_out(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _shape(tensor: Tensor) -> Tensor:

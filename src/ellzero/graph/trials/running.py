@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ellzero.graph.axes import Graph
-from ellzero.graph.recording import LEAVING
+from ellzero.graph.recording import LEAVING, flat
 from ellzero.graph.rules import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
@@ -130,15 +130,6 @@ def _leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs],
     return None if runs is not run and any(name in LEAVING for name, _ in names) else names
 
 
-def _flat(told: Any) -> Iterator[Any]:
-    """The leaves of arguments: `tree_leaves` does the same, and takes as long as a small operation."""
-    if isinstance(told, list | tuple | dict):
-        for part in told.values() if isinstance(told, dict) else told:
-            yield from _flat(part)
-    else:
-        yield told
-
-
 class Calls(TorchFunctionMode):
     """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there."""
 
@@ -164,7 +155,7 @@ class Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func))
         sized = name in SIZED or name in ("__getitem__", "__setitem__")
-        numbers = [] if sized else [t for t in _flat((args, kwargs)) if isinstance(t, int | float | str)]
+        numbers = [] if sized else [t for t in flat((args, kwargs)) if isinstance(t, int | float | str)]
         out = func(*args, **(kwargs or {}))
         self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
         return out
