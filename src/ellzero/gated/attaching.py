@@ -5,9 +5,11 @@ This file does not know what gates do in a forward (`module.py`), nor what an op
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -90,11 +92,24 @@ def attach(
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     # Running the model here must not change what a seeded run draws later.
-    with _ONE_AT_A_TIME, telling(), torch.random.fork_rng(devices=devices):
+    with _ONE_AT_A_TIME, telling(), _new_garbage_alone(), torch.random.fork_rng(devices=devices):
         graph = (
             trace(model, inputs[1] or inputs[0], limit=limit, watch=turns) if axes is None else _by_hand(model, axes)
         )
         return proven(model, graph, inputs)
+
+
+@contextmanager
+def _new_garbage_alone() -> Iterator[None]:
+    """Spares garbage collection a look at all that was there before, which is much, and takes a while each time."""
+    ours = gc.isenabled() and not gc.get_freeze_count()
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
 
 
 def _fitting(graph: Graph, model: nn.Module, axes: Sequence[Axis] | None) -> Graph:

@@ -58,9 +58,9 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     bench.graph = graph.with_axes(axes)
     if len(good) < len(survivors):  # what is small by now must be small along these alone
         bench.survives_parts([k for s in good for k in s])
-    vanishing = []
+    vanishing, closing = [], {s: bench.closes(s) for s in good + lone}
     for layers in (False, True):  # apart: where no layer goes, a trace tells more
-        whole = [s for s in good + lone if bench.closes(s) is layers]
+        whole = [s for s, closes in closing.items() if closes is layers]
         vanishing += _sift(whole, [], bench.survives_vanishing, {})
         # Two branches that cannot both go may each go alone.
         vanishing += [s for s in whole if s not in vanishing and bench.survives_vanishing(s) is None]
