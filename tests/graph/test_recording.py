@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ellzero.graph import tracing
-from ellzero.graph.recording import Unrecorded, recorded
+from ellzero.graph.recording import Unrecorded, hollow, recorded, walked
 from ellzero.graph.tracing import TraceError, as_inputs, mode, trace
 from ellzero.graph.trials.running import lean
 from support.wild import Drawer
@@ -112,6 +112,12 @@ class Told(nn.Module):
         return self.by(self.a(x))
 
 
+def written(h: Tensor) -> Tensor:
+    into = torch.zeros(3, 2, 4)
+    into[:, 0] = h  # a view is written to, and what it is a view of is asked
+    return h if into.sum() > 0 else -h
+
+
 def caught(h: Tensor) -> Tensor:
     try:
         return h * h.sum().item()
@@ -139,13 +145,62 @@ class Hidden:
         lambda h: h * torch.from_numpy(h.detach().numpy()),
         lambda h: h * copy.deepcopy(h),
         lambda h: torch._foreach_mul_([h], 2.0) or h,
-        lambda h: Hidden(h),
+        written,
         caught,
+        lambda h: Hidden(h),
     ],
 )
 def test_what_the_data_tell_or_hide_is_not_recorded(by: Callable[[Tensor], Any]) -> None:
     with pytest.raises(Unrecorded), torch.no_grad():
         recorded(Told(by), (torch.randn(3, 4),), {})
+    if not isinstance(by(torch.ones(3, 4)), Hidden):  # that matters to who writes outputs down
+        with pytest.raises(Unrecorded), torch.no_grad():
+            walked(Told(by), (torch.randn(3, 4),), {})
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (torch.ops.aten.linear.default, (torch.randn(2, 3, 4).transpose(0, 1), torch.randn(5, 4), torch.randn(5))),
+        (torch.ops.aten.matmul.default, (torch.randn(3, 4), torch.randn(6, 4, 5))),
+        (torch.ops.aten.matmul.default, (torch.randn(6, 4, 5).mT, torch.randn(4, 3))),
+        (torch.ops.aten.bmm.default, (torch.randn(6, 4, 5).mT, torch.randn(6, 4, 3))),
+        (torch.ops.aten.conv2d.default, (torch.randn(2, 3, 6, 5), torch.randn(4, 3, 3, 3), None, [2, 1], [1])),
+        (torch.ops.aten.conv2d.default, (torch.randn(2, 3, 6, 5), torch.randn(4, 3, 3, 3), None, [2], [1, 1])),
+    ],
+)
+def test_what_stands_for_a_product_is_laid_out_as_it_is(op: Any, args: tuple[Any, ...]) -> None:
+    real, stand_in = op(*args), hollow(op, args, {})
+    assert (stand_in.shape, stand_in.stride(), stand_in.dtype) == (real.shape, real.stride(), real.dtype)
+    assert not stand_in.any()
+    assert real.any()
+
+
+def test_a_convolution_of_another_layout_is_carried_out() -> None:
+    args = torch.randn(2, 6, 5, 3).permute(0, 3, 1, 2), torch.randn(4, 3, 3, 3)
+    assert torch.equal(hollow(torch.ops.aten.conv2d.default, args, {}), torch.ops.aten.conv2d.default(*args))
+
+
+def test_what_a_model_keeps_is_whole() -> None:
+    kept: list[Tensor] = []
+
+    def by(h: Tensor) -> Tensor:
+        kept.append(torch.ones(4, 4) @ torch.ones(4, 4))
+        return h @ kept[-1]
+
+    for run in (recorded, walked):
+        run(Told(by), (torch.ones(3, 4),), {})
+        assert torch.equal(kept.pop(), torch.full((4, 4), 4.0))
+
+
+def test_a_forward_that_takes_no_zeros_is_recorded_all_the_same() -> None:
+    def by(h: Tensor) -> Tensor:
+        return torch.linalg.inv(h.mT @ h + torch.eye(4)) @ torch.linalg.cholesky(h.mT @ h)
+
+    model = Told(by)
+    nn.init.eye_(model.a.weight)
+    graph, _ = recorded(model, (torch.eye(4),), {})
+    assert [name for name, _ in operations(graph)][-1] == "aten.matmul.default"
 
 
 def test_what_goes_around_autograd_or_is_mapped_is_followed() -> None:

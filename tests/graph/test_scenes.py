@@ -83,6 +83,40 @@ def test_a_large_network_is_tried_out_on_borrowed_weights(monkeypatch: pytest.Mo
     assert [(a.frozen, a.can_vanish) for a in found.axes] == [(a.frozen, a.can_vanish) for a in usual.axes]
 
 
+class Tokens(nn.Module):
+    """A stream with a block on it and a head: the head's inputs all stay, and its outputs are the network's."""
+
+    def __init__(self, *, last: int = 0, twice: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.up, self.down, self.head = nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 30, bias=False)
+        self.last, self.twice = last, twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        inner = self.up(self.norm(h)).relu()
+        h = h + self.down(inner) + (inner[:, -self.last :].mean(1, keepdim=True) if self.last else 0)
+        out: Tensor = self.head(self.norm(h))
+        return out.sin() if self.twice else out
+
+
+def test_last_layers_are_left_out_where_their_inputs_tell_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "LARGE", 0)
+    x = torch.randn(2, 4)
+    for model, ends in ((Tokens(), ("head",)), (Tokens(twice=True), ()), (ResNet(), ())):
+        example = torch.randn(2, 2, 6, 6) if isinstance(model, ResNet) else x
+        assert loans(model.eval(), trace(model, example), torch.float64, 0).ends == ends
+    asked: list[str] = []
+    made = Loans.made
+    monkeypatch.setattr(Loans, "made", lambda self, name: asked.append(name) or made(self, name))
+    for last in (0, 4):  # the last four of nine units are others of fewer, which the head's input tells
+        model = Tokens(last=last).eval()
+        found = {a.name: a.frozen for a in proven(model, trace(model, x), as_inputs(x)).axes}
+        assert (found["up"] is None) is (last == 0)
+        assert "head.weight" not in asked
+        assert "up.weight" in asked
+
+
 class Repeats(nn.Module):
     """Repeats a row for each example, unless there is one; or, where it is to, does something else then."""
 

@@ -2,7 +2,7 @@
 
 The list is a `torch.fx.Graph`, as `torch.export` makes it, in a small part of the time: it takes one forward. What it
 cannot vouch for, such as a number that the data tell, raises `Unrecorded`; `torch.export` then says more. No number
-that flows decides anything then, so products, which are nearly all of the work, are zeros (`Hollow`). This file does
+that flows decides anything then, so products, which are nearly all of the work, are zeros (`hollow`). This file does
 not know what an operation means.
 """
 
@@ -26,7 +26,7 @@ Members = dict[str, str]  # of each placeholder that is one: the name of a param
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 # Made of others inside torch, and so without the tag: as large as the data tell.
 _AS_LARGE_AS_DATA = ("aten::where", "aten::argwhere", "aten::nonzero_numpy", "aten::one_hot", "aten::tensor_split")
-LEAVING = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage", "_typed_storage")
+_LEAVING = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage", "_typed_storage")
 _PRODUCTS = {
     *("aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
     *("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"),
@@ -68,7 +68,7 @@ def _recorded(
     recorder = _Recorder(model, args, kwargs, carry_out)
     # Gradients stay switched on, for those who ask; below autograd, an operation made of others is still one.
     below = torch._C._AutoDispatchBelowAutograd()
-    with torch.enable_grad(), recorder.modules(model), below, _Followed(recorder), recorder:
+    with torch.enable_grad(), recorder.modules(model), below, _Followed(recorder.nodes, recorder.doubts), recorder:
         out = model(*args, **kwargs)
     return recorder.ended(out), recorder.members
 
@@ -192,7 +192,10 @@ def _whole(func: Any, args: Any, kwargs: Any) -> Any:
 def hollow(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation makes, or zeros in the place of a product of floating-point numbers, laid out as it is."""
     tensors = list(filter(_is_tensor, flat(args))) if func._schema.name in _PRODUCTS else []
-    if not tensors or kwargs or func._schema.is_mutable or not all(t.is_floating_point() for t in tensors):
+    usual = all(t.is_floating_point() for t in tensors) and not kwargs and not func._schema.is_mutable
+    if "conv" in func._schema.name:  # how others are laid out, the device decides
+        usual = usual and all(t.is_contiguous() for t in tensors)
+    if not tensors or not usual:
         return func(*args, **kwargs)
     shape, stride, dtype = _product(func, _outline(args))
     return torch.empty_strided(shape, stride, dtype=dtype, device=tensors[0].device).zero_()
@@ -218,14 +221,21 @@ def _unreal(outline: Any) -> Any:
     return tuple(map(_unreal, outline)) if isinstance(outline, tuple) else outline
 
 
-class Hollow(TorchDispatchMode):
-    """Carries out a forward without its products, if no number that flows turns its way. What is made of neither
-    parameters nor inputs is whole: a model may keep it.
+def walked(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs a forward for the way that it takes alone, without its products.
 
-    Args:
-        model: that runs.
-        inputs: what it gets, to the object.
+    Raises:
+        Unrecorded: a number that flows may turn it.
     """
+    hollow = _Hollow(model, (args, kwargs))
+    with _Followed(hollow.told.tensors, hollow.doubts), hollow:
+        model(*args, **kwargs)
+    if hollow.doubt:
+        raise hollow.doubt
+
+
+class _Hollow(TorchDispatchMode):
+    """Leaves products out. What is made of neither parameters nor inputs is whole: a model may keep it."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -235,33 +245,38 @@ class Hollow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(isinstance(leaf, torch.UntypedStorage) for leaf in flat(args)):
+            raise self.doubts(func)
         if not self.told.among((args, kwargs)):
             return func(*args, **kwargs)
         made = hollow(func, args, kwargs)
         leaves = list(flat(made))
         if not leaves or not all(map(_is_tensor, leaves)) or _by_data(func, args):
-            self.doubt = Unrecorded(str(func))
-            raise self.doubt
+            raise self.doubts(func)
         self.told.add(func, leaves)
         return made
+
+    def doubts(self, what: Any) -> Unrecorded:
+        self.doubt = Unrecorded(str(what))
+        return self.doubt
 
 
 class _Followed(TorchFunctionMode):
     """Sees to it that no tensor leaves the recorder's sight: as numbers for Python, or by a way around torch."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, known: WeakTensorKeyDictionary, doubts: Callable[[Any], Unrecorded]) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.known, self.doubts = known, doubts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name in LEAVING or (isinstance(made, Tensor) and made not in self.recorder.nodes and self._knows(args)):
-            raise self.recorder.doubts(func)
+        if name in _LEAVING or (isinstance(made, Tensor) and made not in self.known and self._knows(args)):
+            raise self.doubts(func)
         return made
 
     def _knows(self, args: Any) -> bool:
-        return any(isinstance(t, Tensor) and t in self.recorder.nodes for t in tree_iter(args))
+        return any(isinstance(t, Tensor) and t in self.known for t in tree_iter(args))
 
 
 def _by_data(func: Any, args: Any) -> bool:

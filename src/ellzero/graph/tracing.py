@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
-from ellzero.graph.recording import Hollow, Members, copied, recorded
+from ellzero.graph.recording import Members, copied, recorded, walked
 from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, tensors, unknown
 from ellzero.graph.stored import stored
 from ellzero.graph.ties import Ties, unify
@@ -99,16 +99,8 @@ def run(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def run_hollow(model: nn.Module, inputs: Inputs) -> None:
-    """Calls the model for the way that it takes alone, in a small part of the time where numbers do not turn it.
-
-    Raises:
-        Unrecorded: they may.
-    """
-    args, kwargs = tree_map(copied, inputs)
-    with Hollow(model, (args, kwargs)) as hollow:
-        model(*args, **kwargs)
-    if hollow.doubt:
-        raise hollow.doubt
+    """Calls the model for its way alone, in a small part of the time; raises something where numbers may turn it."""
+    walked(model, *tree_map(copied, inputs))
 
 
 Watch = Callable[[nn.Module, Inputs], Callable[[], tuple[str, ...]]]

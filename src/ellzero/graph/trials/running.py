@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ellzero.graph.axes import Graph
-from ellzero.graph.recording import LEAVING, flat
+from ellzero.graph.recording import flat
 from ellzero.graph.rules import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
@@ -126,8 +126,7 @@ def _leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs],
             raise
         return None
     # An `expand` is no way of its own: many leave it out where there is nothing to repeat.
-    names = [(name, ndim) for name, _, ndim in calls.made if name not in ("expand", "expand_as")]
-    return None if runs is not run and any(name in LEAVING for name, _ in names) else names
+    return [(name, ndim) for name, _, ndim in calls.made if name not in ("expand", "expand_as")]
 
 
 class Calls(TorchFunctionMode):
