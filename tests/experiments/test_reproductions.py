@@ -15,6 +15,7 @@ import torch
 from scipy import integrate, stats
 
 from ellzero.experiments.figures import PRINTED
+from ellzero.experiments.papers import shaped
 from ellzero.experiments.study import FIGURES, Study, find, studies
 from support import ROOT
 from support.campaigns import DENSE, invented, known, module
@@ -98,6 +99,35 @@ def test_rows_of_the_other_methods_say_what_reproduces_and_what_was_not_run() ->
     assert cells[2].count("not run yet") == len(study.rows) - 1
     assert cells[0][-4:] == ["LeNet-5, L0 λ sep.", "LeNet-5, L0 λ=0.1/N", "MLP, L0 λ sep.", "MLP, L0 λ=0.1/N"]
     assert cells[3][-4:] == ["yes"] * 4
+
+
+def mlp(pixels: int, first: int, second: int) -> int:
+    """Parameters that are left, weights and biases."""
+    return pixels * first + first + first * second + second + second * 10 + 10
+
+
+def lenet(maps: int, others: int, inputs: int, hidden: int) -> tuple[int, int]:
+    """Parameters and MACs that are left: 24 × 24 and 8 × 8 places of 5 × 5 weights each."""
+    convolutions = (25 * maps + maps, 24**2 * 25 * maps), (25 * maps * others + others, 8**2 * 25 * maps * others)
+    lines = (inputs * hidden + hidden, inputs * hidden), (hidden * 10 + 10, hidden * 10)
+    params, macs = map(sum, zip(*convolutions, *lines, strict=True))
+    return params, macs
+
+
+def test_shapes_of_the_frontier_are_within_their_budgets_and_use_them() -> None:
+    own = module("frontier")
+    assert mlp(784, 300, 100) == 266_610
+    assert lenet(20, 50, 800, 500) == (431_080, 2_293_000)
+    used = [mlp(*shape) / 266_610 / 0.0363 for shape in own.SHAPES["frontier-mlp"]]
+    used += [lenet(*shape)[0] / 431_080 / 0.005 for shape in own.SHAPES["frontier-lenet5-params"]]
+    used += [lenet(*shape)[1] / 2_293_000 / 0.048 for shape in own.SHAPES["frontier-lenet5-macs"]]
+    assert len(used) == 12
+    assert all(0.95 < share <= 1 for share in used)
+    for row in own.ROWS:
+        of = [shaped(row.recipe.network, *shape) for shape in own.SHAPES[row.recipe.name]]
+        assert row.recipe.at_most in of
+        assert row.recipe.data == "mnist"
+    assert {row.recipe.data for row in own.SPLIT.rows} == {"mnist-split"}
 
 
 def test_rows_of_both_tables_have_the_published_numbers() -> None:

@@ -144,7 +144,7 @@ def test_stopped_while_the_teacher_is_trained_it_goes_on_there(tmp_path: Path, m
     ],
 )
 def test_refusals(changes: dict[str, Any], why: str) -> None:
-    changes = {"teacher_epochs": 20} | changes if "teacher" in changes else changes
+    changes = {"teacher_epochs": 10} | changes if "teacher" in changes else changes
     with pytest.raises(ValueError, match=why):
         TAUGHT.override(**changes)
 

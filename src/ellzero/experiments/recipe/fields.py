@@ -323,7 +323,7 @@ class Fields:
             "must be a network for the images of {data!r}, got {teacher!r}",
         ),
     ] = None
-    teacher_epochs: Annotated[Count, "of the teacher, with a learning rate that falls on a cosine.", _ON_TEACHER] = 20
+    teacher_epochs: Annotated[Count, "of the teacher, with a learning rate that falls on a cosine.", _ON_TEACHER] = 10
     temperature: Annotated[Positive, "by what the teacher's logits are divided.", _ON_TEACHER] = 1.0
     samples: Annotated[Count, "L of eq. 9, draws of the gates for each batch.", _ON_GATES] = 1
     extra_gradient: Annotated[
