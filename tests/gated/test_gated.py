@@ -4,6 +4,7 @@ And as a citizen of torch: saved, copied, moved, compiled, exported, vectorised,
 """
 
 import copy
+import gc
 import io
 import itertools
 import pickle
@@ -1055,3 +1056,19 @@ def test_threads_attach_one_after_the_other() -> None:
     with ThreadPoolExecutor(4) as threads:
         gated = list(threads.map(lambda net: l0.attach(net, torch.zeros(1, 4)), nets))
     assert [gate.shape for g in gated for _, gate in g.named_gates()] == [(3,), (4,), (5,), (6,)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_garbage_collection_is_left_as_it_is(frozen: bool) -> None:
+    gc.unfreeze()  # what other tests froze
+    if frozen:
+        gc.freeze()
+    try:
+        before = gc.get_freeze_count() > 0
+        l0.attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
+        assert (gc.get_freeze_count() > 0) is before is frozen
+        with pytest.raises(ValueError, match="nothing to gate"):
+            l0.attach(nn.Linear(4, 3), torch.zeros(1, 4))
+        assert (gc.get_freeze_count() > 0) is frozen
+    finally:
+        gc.unfreeze()

@@ -86,7 +86,8 @@ def attach(
         warnings.warn(f"with {' and with '.join(graph.turns)} {what}", stacklevel=2)
     gates = [_make(gate, p) for p in placements]
     _refuse_idle_patterns(gate, placements)
-    return Gated(model, graph, placements, gates, inputs, per_example)
+    with _new_garbage_alone():
+        return Gated(model, graph, placements, gates, inputs, per_example)
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
