@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ellzero as l0
 from ellzero.graph import tracing
 from ellzero.graph.recording import Unrecorded, hollow, recorded, walked
 from ellzero.graph.tracing import TraceError, as_inputs, mode, trace
@@ -245,3 +246,28 @@ def test_a_lean_copy_is_a_whole_one_but_for_its_parameters() -> None:
     out.inner[0].out_features = 1
     assert model.inner[0].weight.shape == (3, 3)
     assert model.inner[0].out_features == 3
+
+
+class Tables(nn.Module):
+    """Keeps what it makes of its frequencies outside of itself, a table for each size of the batch."""
+
+    def __init__(self, kept: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.kept = nn.Linear(4, 8), nn.Linear(8, 3), lambda: kept
+        self.register_buffer("frequencies", torch.rand(3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept()
+        if len(x) not in kept:
+            kept[len(x)] = (self.frequencies @ torch.ones(1, len(x))).sum(1)
+        return self.b(F.relu(self.a(x))) * kept[len(x)]
+
+
+@pytest.mark.filterwarnings("ignore:with a batch of")
+def test_what_a_model_keeps_outside_of_itself_stays_true() -> None:
+    kept: dict[int, Tensor] = {}
+    model = Tables(kept)
+    l0.attach(model, torch.randn(2, 4))
+    assert len(kept) > 1
+    for batch, table in kept.items():
+        torch.testing.assert_close(table, batch * model.frequencies[:, 0])

@@ -2,16 +2,17 @@
 
 The list is a `torch.fx.Graph`, as `torch.export` makes it, in a small part of the time: it takes one forward. What it
 cannot vouch for, such as a number that the data tell, raises `Unrecorded`; `torch.export` then says more. No number
-that flows decides anything then, so products, which are nearly all of the work, are zeros (`hollow`). This file does
-not know what an operation means.
+that flows decides anything then, so products of what the input brings, which are nearly all of the work, are zeros
+(`hollow`). This file does not know what an operation means.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,6 +36,14 @@ _PLAIN = (Tensor, int, float, complex, str, torch.dtype, torch.device, type(None
 
 
 Runs = Callable[[Any, Any, Any], Any]  # an operation, on its arguments
+
+
+class Origin(IntEnum):
+    """What a tensor is made of: an input, or parameters and buffers alone, or neither."""
+
+    ELSEWHERE = 0
+    MODEL = 1
+    INPUT = 2
 
 
 class _Outline(NamedTuple):
@@ -78,21 +87,22 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carry_out: Runs) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.carry_out = carry_out  # an operation on what the model is told
+        self.carry_out = carry_out  # an operation on what the input brings
         self.graph, self.members = fx.Graph(), Members()
         self.nodes, self.told = WeakTensorKeyDictionary(), _Told()
         self.within = [""]  # the modules whose forward is running
         self.doubt: Unrecorded | None = None  # a model may catch what is raised in it
         for kind, named in (("p_", model.named_parameters()), ("b_", model.named_buffers())):
             for name, tensor in named:
-                self.members[self._placeholder(kind + name.replace(".", "_"), tensor, told=True).name] = name
+                node = self._placeholder(kind + name.replace(".", "_"), tensor, Origin.MODEL)
+                self.members[node.name] = name
         for name, value in _named(model, args, kwargs).items():
             leaves = list(tree_iter(value))
             for k, leaf in enumerate(leaves):
                 if not isinstance(leaf, _PLAIN):
                     raise Unrecorded(type(leaf).__name__)
                 if isinstance(leaf, Tensor):
-                    self._placeholder(name if len(leaves) == 1 else f"{name}_{k}", leaf, told=True)
+                    self._placeholder(name if len(leaves) == 1 else f"{name}_{k}", leaf, Origin.INPUT)
 
     @contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
@@ -116,13 +126,13 @@ class _Recorder(TorchDispatchMode):
             raise self.doubts(func)
         given = tree_map_only(Tensor, self.node, (args, kwargs))  # before it runs: it may change them in place
         told = self.told.among((args, kwargs))
-        made = (self.carry_out if told else _whole)(func, args, kwargs)
+        made = (self.carry_out if told is Origin.INPUT else _whole)(func, args, kwargs)
         leaves = list(flat(made))
         numbers = not leaves or not all(isinstance(t, Tensor) for t in leaves)
         if told and (numbers or _by_data(func, args)):
             raise self.doubts(func)
         if told:
-            self.told.add(func, leaves)
+            self.told.add(func, leaves, told)
         if numbers:
             return made  # always the same
         node = self.graph.call_function(func, *given)
@@ -141,14 +151,14 @@ class _Recorder(TorchDispatchMode):
     def node(self, tensor: Tensor) -> fx.Node:
         """The node that made the tensor; one that was there before is a constant."""
         found: fx.Node | None = self.nodes.get(tensor)
-        return self._placeholder("c_constant", tensor, told=False) if found is None else found
+        return self._placeholder("c_constant", tensor, Origin.ELSEWHERE) if found is None else found
 
-    def _placeholder(self, name: str, tensor: Tensor, *, told: bool) -> fx.Node:
+    def _placeholder(self, name: str, tensor: Tensor, told: Origin) -> fx.Node:
         node = self.graph.placeholder(name)
         node.meta |= {"val": _shape(tensor), "module": self.within[-1]}
         self.nodes[tensor] = node
         if told:
-            self.told.add(None, [tensor])
+            self.told.add(None, [tensor], told)
         return node
 
     def doubts(self, what: Any) -> Unrecorded:
@@ -165,24 +175,27 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Told:
-    """Which tensors are made of parameters or inputs, or lie where such were written in place."""
+    """What tensors are made of, and where such were written in place."""
 
     def __init__(self) -> None:
         self.tensors = WeakTensorKeyDictionary()
-        self.written: dict[int, torch.UntypedStorage] = {}
+        self.written: dict[int, tuple[torch.UntypedStorage, Origin]] = {}
 
-    def add(self, func: Any, made: list[Any]) -> None:
+    def add(self, func: Any, made: Iterable[Any], told: Origin) -> None:
         for tensor in made:
-            if func is not None and func._schema.is_mutable and tensor not in self.tensors:
+            if func is not None and func._schema.is_mutable and self.tensors.get(tensor, 0) < told:
                 memory = tensor.untyped_storage()  # of others too, of which it is a view
-                self.written[memory._cdata] = memory
-            self.tensors[tensor] = True
+                self.written[memory._cdata] = memory, told
+            self.tensors[tensor] = told
 
-    def among(self, tree: Any) -> bool:
+    def among(self, tree: Any) -> Origin:
+        """The last origin among those of all tensors."""
         tensors = list(filter(_is_tensor, flat(tree)))
-        if any(t in self.tensors for t in tensors):
-            return True
-        return bool(self.written) and any(t.untyped_storage()._cdata in self.written for t in tensors)
+        found = [self.tensors.get(t, Origin.ELSEWHERE) for t in tensors]
+        if self.written:
+            places = (t.untyped_storage()._cdata for t in tensors)
+            found += [self.written[place][1] for place in places if place in self.written]
+        return max(found, default=Origin.ELSEWHERE)
 
 
 def _whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -235,25 +248,27 @@ def walked(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 class _Hollow(TorchDispatchMode):
-    """Leaves products out. What is made of neither parameters nor inputs is whole: a model may keep it."""
+    """Leaves products out of what the input brings. All else is whole: a model may keep it, as a table of angles."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.doubt: Unrecorded | None = None
         self.told = _Told()
-        self.told.add(None, [*model.parameters(), *model.buffers(), *filter(_is_tensor, tree_iter(inputs))])
+        self.told.add(None, [*model.parameters(), *model.buffers()], Origin.MODEL)
+        self.told.add(None, filter(_is_tensor, tree_iter(inputs)), Origin.INPUT)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(leaf, torch.UntypedStorage) for leaf in flat(args)):
             raise self.doubts(func)
-        if not self.told.among((args, kwargs)):
+        told = self.told.among((args, kwargs))
+        if not told:
             return func(*args, **kwargs)
-        made = hollow(func, args, kwargs)
+        made = (hollow if told is Origin.INPUT else _whole)(func, args, kwargs)
         leaves = list(flat(made))
         if not leaves or not all(map(_is_tensor, leaves)) or _by_data(func, args):
             raise self.doubts(func)
-        self.told.add(func, leaves)
+        self.told.add(func, leaves, told)
         return made
 
     def doubts(self, what: Any) -> Unrecorded:
