@@ -15,6 +15,7 @@ from torch import Tensor
 from ellzero.experiments.campaign import memory
 from ellzero.experiments.data import Tensors, distort, epoch_generator, stand_in
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import loop, policy, saver
 from ellzero.experiments.train.loop import Stopped, train, train_epoch
@@ -130,6 +131,7 @@ def test_stopped_while_the_teacher_is_trained_it_goes_on_there(tmp_path: Path, m
     with pytest.raises(Stopped, match="epoch 1, step 2"):
         train([SETTLING], few(), folder)
     assert Folder.open(folder.path / "teacher").results() is None
+    assert checkpoint.steps(folder.checkpoints) == [0]  # it has begun
     assert states(train([SETTLING], few(), folder)) == states(whole)
 
 

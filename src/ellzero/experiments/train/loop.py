@@ -124,6 +124,8 @@ def _teacher(trainer: Trainer, folder: Folder | None) -> Callable[[Tensor], Tens
         return None
     place = None
     if folder is not None:
+        if not checkpoint.steps(folder.checkpoints):
+            saver.save(trainer, folder)  # a run that was begun: who takes it up finds the teacher
         home = folder.path / "teacher"
         place = Folder.open(home) if (home / "run.json").exists() else Folder.create(home, own, folder.about)
     on_gpu = [trainer.device] if trainer.device.type == "cuda" else []
