@@ -3,6 +3,7 @@
     ellzero reproduce arena --device cuda --at-once 14
     ellzero reproduce arena --device cuda --only 'lenet*' --resume
     ellzero reproduce arena-split --device cuda --at-once 14      # settings are chosen by this one
+    ellzero reproduce arena-split --device cuda --at-once 14 --only 'lenet*-budget*'      # `Budget`, and changes of it
 
 Three networks at 10, 20, 35 and 50 % of their dense MACs. All methods have one loop (SGD with momentum, cosine
 schedule, the same batches in the same order, nothing averaged) and the same epochs; dense training counts. Ours is a
@@ -11,14 +12,14 @@ other half. `arena-split` tests on images that are held out of the training set:
 """
 
 from ellzero.experiments.arena.contest import DENSE, Contest
-from ellzero.experiments.arena.ours import FAMILIES
+from ellzero.experiments.arena.ours import CHANGED, FAMILIES, INPUTS
 from ellzero.experiments.arena.showing import draw, says, table
 from ellzero.experiments.study import Study
 
 TARGETS = (0.1, 0.2, 0.35, 0.5)
 FAMILY = "bernoulli"  # the other family of gates, by `arena-split` on the MLP at 10 %: results/arena-split/
 METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
-OTHERS = tuple(name for name in FAMILIES if name != FAMILY)  # to choose it by
+OTHERS = (*(name for name in FAMILIES if name != FAMILY), *CHANGED)  # to choose it and the defaults by
 NETWORKS = {"lenet300": ("mnist", 20, 10_000), "lenet5": ("mnist", 20, 10_000), "resnet-56": ("cifar10", 40, 5_000)}
 
 
@@ -28,7 +29,7 @@ def contests(split: bool) -> tuple[Contest, ...]:
     for network, (data, epochs, held_out) in reversed(NETWORKS.items()):
         out.append(Contest(network, DENSE, 1.0, data, epochs, split * held_out))
         for at_most in TARGETS:
-            methods = METHODS + OTHERS * split
+            methods = METHODS + (OTHERS + tuple(INPUTS) * (network != "resnet-56")) * split
             out += [Contest(network, method, at_most, data, epochs, split * held_out) for method in methods]
     return tuple(out)
 

@@ -25,6 +25,8 @@ OURS, FROM_SHAPE, DENSE = "budget", "shape", "dense"
 METHODS: dict[str, Method] = {
     OURS: ours.budget,
     **ours.FAMILIES,
+    **ours.CHANGED,
+    **ours.INPUTS,
     **rivals.RIVALS,
     "narrow": scratch.narrow,
     FROM_SHAPE: scratch.shape,

@@ -1,7 +1,10 @@
-"""Ours: a `Budget` with its defaults in the arena's loop; the default gates, or those of another family."""
+"""Ours: a `Budget` with its defaults in the arena's loop; the default gates, or those of another family; and the same
+with one or two settings changed, to choose defaults by.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,29 +13,44 @@ from ellzero import gates
 from ellzero.experiments.arena.bout import Bout, Method
 from ellzero.experiments.arena.loop import DECAY, RATE
 from ellzero.gated.attaching import attach
-from ellzero.out.budget import Budget
+from ellzero.gated.placements import per_layer
+from ellzero.out.budget import LEARNING, Budget
 
 
-def budget(bout: Bout, **options: Any) -> nn.Module:
-    """All epochs with a budget, as the README has it; `options` are of `attach`."""
+def budget(bout: Bout, *, learning: float = LEARNING, **options: Any) -> nn.Module:
+    """All epochs with a budget, as the README has it; `learning` is the budget's, `options` are of `attach`."""
     loop = bout.loop
     gated = attach(bout.dense(), (loop.example,), **options)
-    held = Budget(gated, macs=bout.at_most, steps=loop.epochs * loop.steps)
+    held = Budget(gated, macs=bout.at_most, steps=loop.epochs * loop.steps, learning=learning)
     optimizer = loop.optimizer(gated.param_groups(lr=RATE, weight_decay=DECAY))
     held.drive(optimizer)
     loop.train(gated, loop.epochs, optimizer)
     return held.finish()
 
 
-def _with(gate: type[gates.AbstractGate]) -> Method:
-    return lambda bout: budget(bout, gate=gate)
+def _starting(keep: float) -> partial[gates.HardConcreteGate]:
+    return partial(gates.HardConcreteGate, drop_rate=1 - keep)
 
 
 FAMILIES: dict[str, Method] = {
-    "stg": _with(gates.STGGate),
-    "bernoulli": _with(gates.BernoulliGate),
-    "generalized-dropout": _with(gates.GeneralizedDropoutGate),
-    "sbp": _with(gates.SBPGate),
-    "vib": _with(gates.VIBGate),
-    "gnj": _with(gates.GNJGate),
+    "stg": partial(budget, gate=gates.STGGate),
+    "bernoulli": partial(budget, gate=gates.BernoulliGate),
+    "generalized-dropout": partial(budget, gate=gates.GeneralizedDropoutGate),
+    "sbp": partial(budget, gate=gates.SBPGate),
+    "vib": partial(budget, gate=gates.VIBGate),
+    "gnj": partial(budget, gate=gates.GNJGate),
+}
+# What is changed: the rate that gates keep at the start (0.95 by default), the share of the steps in which they learn.
+CHANGED: dict[str, Method] = {
+    "budget-keep-50": partial(budget, gate=_starting(0.5)),
+    "budget-keep-90": partial(budget, gate=_starting(0.9)),
+    "budget-keep-99": partial(budget, gate=_starting(0.99)),
+    "budget-learning-20": partial(budget, learning=0.2),
+    "budget-keep-90-learning-20": partial(budget, gate=_starting(0.9), learning=0.2),
+}
+# Gates on the inputs of linear layers too, pixels among them: not for residual streams, which several layers write.
+INPUTS: dict[str, Method] = {
+    "budget-inputs": partial(budget, where=per_layer()),
+    "budget-inputs-learning-20": partial(budget, where=per_layer(), learning=0.2),
+    "budget-inputs-keep-90-learning-20": partial(budget, where=per_layer(), gate=_starting(0.9), learning=0.2),
 }
