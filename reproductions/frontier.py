@@ -40,6 +40,7 @@ CHANGES = {
     "bent-less": {"distort": 0.7},
     "bent-more": {"distort": 1.5},
     "hot": {"temperature": 4.0},
+    "later": {"target_warmup": 0.9},
     "untaught": {"teacher": None, "temperature": 1.0},
 }
 EPOCHS = {"lenet300": {"epochs": 40, "finetune_epochs": 100}, "lenet5": {"epochs": 25, "finetune_epochs": 50}}
@@ -50,7 +51,8 @@ def variants() -> Iterator[Row]:
     for row in ROWS:
         recipe = row.recipe.override(data="mnist-split", **EPOCHS[row.recipe.network])
         shapes = {"-".join(map(str, s)): {"at_most": shaped(recipe.network, *s)} for s in SHAPES[recipe.name]}
-        for word, changes in (shapes | {"free": FREE[recipe.name]} | CHANGES).items():
+        slower = {"slower": {"epochs": 2 * recipe.epochs}}
+        for word, changes in (shapes | {"free": FREE[recipe.name]} | CHANGES | slower).items():
             name = f"{recipe.name}-{word}"
             yield Row(f"{row.label}: {word.replace('bent-', 'bent ')}", recipe.override(name=name, **changes))
 
