@@ -5,8 +5,9 @@
 A run is one variant at one share of the MACs with one seed, in the arena's loop: its batches, schedule, optimizer and
 epochs, its images held out of the training set. Runs of a network share every operation: small networks do not fill a
 GPU, and differences of 0.05 points take many seeds. So gates, multipliers and settling are written here once more,
-for stacks; closed units stay as masks, which train as the small network does. `base` is `Budget` as it was on the day
-of the ablation, and stands beside the rows of the library itself in `results/arena-split`.
+for stacks; closed units stay as masks, which train as the small network does. `base` has the defaults of `Budget` and
+`attach`. The stored runs, `results/benchmarks/budget_ablation_*.json`, are of the commit that they name, where `base`
+started gates at a keep rate of 0.5 in place of 0.95: `half` here.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, final
 import numpy as np
 import torch
 import torch.nn.functional as F
+from stacked_networks import NETS
 from torch import Tensor
 
 from ellzero.experiments import data, networks
@@ -34,37 +36,27 @@ from ellzero.experiments.store.provenance import provenance
 
 CELLS = (0.1, 0.2, 0.35, 0.5)
 HELD_OUT, EPS, MOMENTUM = 10_000, 1e-6, 0.9
-GAMMA, ZETA, SHARPNESS = -0.1, 1.1, 7.0
+GAMMA, ZETA, BETA, SHARPNESS = -0.1, 1.1, 2 / 3, 7.0
+FALLING, TRAVEL, FASTEST = 0.5, 25.0, 0.1  # of `Budget`
 
 
 @final
 @dataclass(frozen=True)
 class Variant:
-    """What is changed. Shares are of the steps; the defaults are those of `Budget` (learning 0.4 of the steps)."""
+    """What is changed. Shares are of the steps; the defaults are those of `Budget` and `attach`."""
 
     name: str
     kind: str = "budget"  # or "narrow", "dense", and "shape": the masks that `of` found, with new weights
     of: str = "base"
     learning: float = 0.4  # share of the steps at which gates settle
     delay: float = 0.0  # share of the steps without gates before
-    falling: float = 0.5  # share of the learning in which the target comes down
-    travel: float = 25.0  # of log alpha while gates learn
-    fastest: float = 0.1
-    drop: float = 0.5  # of the gates at the start
-    beta: float = 2 / 3
+    drop: float = 0.05  # of the gates at the start
     family: str = "hard"  # or "bernoulli"
     inputs: bool = False  # whether pixels, or the entries of the first linear layer, are gated too
     press: bool = True  # whether multipliers press; else settling alone closes
-    rank: str = "p"  # at settling: "p", "norm", "taylor", "fisher", or "p*fisher"
-    fold: bool = True  # open gates are multiplied into the weights; else they become 1
-    reset: bool = False  # whether momentum is forgotten at settling
-    renew: bool = False  # whether the weights are drawn anew at settling
+    rank: str = "p"  # at settling: "p", "norm" or "taylor"
     noise: float = 0.0  # drop rate of kept hidden units after settling, for each example
-    noise_maps: float = 0.0
     noise_inputs: float = 0.0
-    until: float = 1.0  # share of the steps with this noise
-    shared: bool = False  # one draw of it for the whole batch, as gates have
-    rate: float = 1.0  # of the weights, times the arena's, while gates learn
 
 
 @final
@@ -75,134 +67,6 @@ class Run:
     variant: Variant
     at_most: float
     seed: int
-
-
-class Net:
-    """A network as a stack: its weights, what its gates multiply, and its MACs by how many are open."""
-
-    sizes: tuple[int, ...]  # of the placements: inputs first
-    names: tuple[str, ...]  # of the weights, with biases
-    placed: tuple[int, int, int]  # first, hidden ones among placements: maps from, units from
-
-    def macs(self, n: Sequence[Any]) -> Any:
-        raise NotImplementedError
-
-    def forward(self, w: Sequence[Tensor], x: Tensor, z: Sequence[Tensor]) -> Tensor:
-        raise NotImplementedError
-
-    def units(self, w: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """For each placement the incoming and outgoing weights of its units, (runs, units, ...)."""
-        raise NotImplementedError
-
-
-class MLP(Net):
-    """784-300-100-10; the pixels are a placement too."""
-
-    name, data, sizes, maps = "lenet300", "mnist", (784, 300, 100), 0
-    readers = (0, 2, 4)  # the weight that reads each placement
-    widths = (300, 100)
-
-    def macs(self, n: Sequence[Any]) -> Any:
-        return n[0] * n[1] + n[1] * n[2] + 10 * n[2]
-
-    def tally(self, own: Sequence[Tensor]) -> list[Tensor]:
-        return [o.sum(-1) for o in own]
-
-    def idle(self, opens: Any) -> Any:
-        """Gates that change nothing, because another one is closed."""
-        return np.zeros(len(opens), dtype=bool)
-
-    def forward(self, w: Sequence[Tensor], x: Tensor, z: Sequence[Tensor]) -> Tensor:
-        h = x if z[0] is None else x * z[0]
-        h = F.relu(torch.baddbmm(w[1].unsqueeze(1), h, w[0].mT)) * z[1]
-        h = F.relu(torch.baddbmm(w[3].unsqueeze(1), h, w[2].mT)) * z[2]
-        return torch.baddbmm(w[5].unsqueeze(1), h, w[4].mT)
-
-    def incoming(self, w: Sequence[Tensor], k: int) -> Tensor | None:
-        return None if k == 0 else w[2 * k - 2]
-
-    def outgoing(self, w: Sequence[Tensor], k: int) -> Tensor:
-        return w[2 * k].transpose(1, 2)
-
-    def multiply(self, w: Sequence[Tensor], k: int, z: Tensor) -> None:
-        w[2 * k].mul_(z.unsqueeze(1))
-
-    def fans(self, n: Sequence[int]) -> list[float]:
-        """How much wider new weights of a layer are where so many of its inputs are left."""
-        return [math.sqrt(784 / n[0]), math.sqrt(300 / n[1]), math.sqrt(100 / n[2])]
-
-
-class LeNet(Net):
-    """20 and 50 maps and 500 units; the 800 entries that the first linear layer reads, 16 of each map, are the first
-    placement.
-    """
-
-    name, data, sizes, maps = "lenet5", "mnist", (800, 20, 50, 500), 3
-    widths = (20, 50, 500)
-
-    def macs(self, n: Sequence[Any]) -> Any:
-        return n[1] * 25 * 576 + n[2] * n[1] * 1600 + n[0] * n[3] + 10 * n[3]
-
-    def tally(self, own: Sequence[Tensor]) -> list[Tensor]:
-        entries = own[0].unflatten(-1, (50, 16)) * own[2].unsqueeze(-1)
-        return [entries.flatten(-2).sum(-1), *(o.sum(-1) for o in own[1:])]
-
-    def idle(self, opens: Any) -> Any:
-        out = np.zeros(len(opens), dtype=bool)
-        out[:800] = ~np.repeat(opens[820:870], 16)
-        return out
-
-    def forward(self, w: Sequence[Tensor], x: Tensor, z: Sequence[Tensor]) -> Tensor:
-        runs, size = x.shape[:2]
-        image = x.reshape(runs * size, 1, 28, 28)
-        h = torch.bmm(w[0].flatten(2), _patches(image, runs, size)).view(runs, 20, size, 24, 24)
-        h = _pooled(F.relu(h + w[1].view(runs, 20, 1, 1, 1)))
-        h = h * z[1].transpose(1, 2)[..., None, None]
-        h = torch.bmm(w[2].flatten(2), _patches(h, runs, size)).view(runs, 50, size, 8, 8)
-        h = _pooled(F.relu(h + w[3].view(runs, 50, 1, 1, 1)))
-        h = h * z[2].transpose(1, 2)[..., None, None]
-        h = h.transpose(1, 2).reshape(runs, size, 800) * z[0]
-        h = F.relu(torch.baddbmm(w[5].unsqueeze(1), h, w[4].mT)) * z[3]
-        return torch.baddbmm(w[7].unsqueeze(1), h, w[6].mT)
-
-    def incoming(self, w: Sequence[Tensor], k: int) -> Tensor | None:
-        return None if k == 0 else w[2 * k - 2].flatten(2)
-
-    def outgoing(self, w: Sequence[Tensor], k: int) -> Tensor:
-        if k == 0:
-            return w[4].transpose(1, 2)
-        if k == 2:
-            return w[4].view(-1, 500, 50, 16).permute(0, 2, 1, 3).flatten(2)
-        return w[2 * k].transpose(1, 2).flatten(2)
-
-    def multiply(self, w: Sequence[Tensor], k: int, z: Tensor) -> None:
-        if k == 1:
-            w[2].mul_(z[:, None, :, None, None])
-        elif k == 2:
-            w[4].mul_(z.repeat_interleave(16, 1).unsqueeze(1))
-        else:
-            w[6 if k == 3 else 4].mul_(z.unsqueeze(1))
-
-    def fans(self, n: Sequence[int]) -> list[float]:
-        return [1.0, math.sqrt(20 / n[1]), math.sqrt(800 / n[0]), math.sqrt(500 / n[3])]
-
-
-def _patches(h: Tensor, runs: int, size: int) -> Tensor:
-    """All 5 × 5 patches, (runs, inputs of a kernel, positions of the batch)."""
-    if h.ndim == 4:  # (runs · size, 1, 28, 28)
-        p = h.view(runs, size, 28, 28).unfold(2, 5, 1).unfold(3, 5, 1)  # runs, size, 24, 24, 5, 5
-        return p.permute(0, 4, 5, 1, 2, 3).reshape(runs, 25, -1)
-    p = h.unfold(3, 5, 1).unfold(4, 5, 1)  # runs, maps, size, 8, 8, 5, 5
-    return p.permute(0, 1, 5, 6, 2, 3, 4).reshape(runs, h.shape[1] * 25, -1)
-
-
-def _pooled(h: Tensor) -> Tensor:
-    """Max-pooling by two over the last two dimensions."""
-    n = h.shape
-    return F.max_pool2d(h.flatten(0, 1), 2).view(*n[:3], n[3] // 2, n[4] // 2)
-
-
-NETS = {net.name: net for net in (MLP(), LeNet())}
 
 
 @final
@@ -223,14 +87,11 @@ class Stack:
         self.settles = self._each([max(1, round((v.delay + v.learning) * steps)) for v in of])
         self.begins = self._each([round(v.delay * steps) for v in of])
         learns = self.settles - self.begins
-        fastest, travel = self._each([v.fastest for v in of]), self._each([v.travel for v in of])
-        self.gate_lr = torch.minimum(fastest, travel / learns)
-        self.falls = (self._each([v.falling for v in of]) * learns).clamp(min=1)
+        self.gate_lr = (TRAVEL / learns).clamp(max=FASTEST)
+        self.falls = (FALLING * learns).clamp(min=1)
         self.speed = torch.minimum(100 / learns, 0.5 * self.gate_lr)
-        self.beta = self._each([v.beta for v in of])[:, None]
         self.bern = torch.tensor([v.family == "bernoulli" for v in of], device=device)[:, None]
         self.presses = self._each([float(v.press) for v in of])
-        self.rates = self._each([v.rate for v in of])
         mean = self._each([math.log((1 - v.drop) / v.drop) for v in of])[:, None]
         torch.manual_seed(1)
         start = mean + 0.01 * torch.randn(len(runs), sum(net.sizes), device=device)
@@ -243,15 +104,13 @@ class Stack:
         self.level, self.multiplier = torch.zeros_like(self.at), torch.zeros_like(self.at)
         self.mask = torch.ones_like(self.phi)
         self.settled = torch.zeros(len(runs), dtype=torch.bool, device=device)
-        self.seen = {key: torch.zeros_like(self.phi) for key in ("taylor", "fisher")}
+        self.seen = torch.zeros_like(self.phi)  # |gate × its slope|, averaged
         for k, v in enumerate(of):
             if v.kind != "budget":
                 self._shape(k, v)
-        drops = [(v.noise_inputs, v.noise_maps, v.noise) for v in of]
+        drops = [(v.noise_inputs, v.noise) for v in of]
         self.drops = self._each(drops)
-        self.ends = self._each([v.until * steps for v in of])
-        self.for_all = torch.tensor([v.shared for v in of], device=device)
-        self.noisy = [bool(any(d[k] for d in drops)) for k in range(3)]
+        self.noisy = [bool(any(d[k] for d in drops)) for k in range(2)]
         self.last = int(max([s for s, v in zip(self.settles.tolist(), of, strict=True) if v.kind == "budget"] + [0]))
 
     def _each(self, numbers: Sequence[Any]) -> Tensor:
@@ -260,7 +119,7 @@ class Stack:
     # ---- gates -------------------------------------------------------------------------------------------------------
 
     def prob(self, phi: Tensor) -> Tensor:
-        hard = torch.sigmoid(phi - self.beta * math.log(-GAMMA / ZETA))
+        hard = torch.sigmoid(phi - BETA * math.log(-GAMMA / ZETA))
         p = torch.where(self.bern, torch.sigmoid(SHARPNESS * phi), hard)
         return torch.where(self.gated, p, 1.0)
 
@@ -271,7 +130,7 @@ class Stack:
 
     def draw(self, phi: Tensor) -> Tensor:
         u = torch.rand_like(phi).clamp(EPS, 1 - EPS)
-        hard = torch.sigmoid((torch.logit(u) + phi) / self.beta)
+        hard = torch.sigmoid((torch.logit(u) + phi) / BETA)
         hard = (hard * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
         pi = torch.sigmoid(SHARPNESS * phi)
         bern = (u < pi).to(pi.dtype) + (pi - pi.detach())
@@ -292,7 +151,7 @@ class Stack:
             z = torch.where(learning[:, None], self.draw(phi), self.mask)
             if not z.requires_grad:
                 z = z.requires_grad_(True)
-        logits = self.net.forward(w, x, self._spread(z, t, len(x[0])))
+        logits = self.net.forward(w, x, self._spread(z, len(x[0])))
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean(1).sum()
         if some:
             expected = self.net.macs(self.counts(self.prob(phi))) / self.dense
@@ -302,25 +161,22 @@ class Stack:
         else:
             grads = torch.autograd.grad(loss, w)
         with torch.no_grad():
-            rate = torch.where(self.settled, 1.0, self.rates) * lr
             for p, g, b in zip(self.w, grads, self.buffers, strict=False):
                 p.requires_grad_(False)
                 g = g.add(p, alpha=DECAY)
                 b.mul_(MOMENTUM).add_(g)
-                p.sub_(g.add_(b, alpha=MOMENTUM).mul_(rate.view(-1, *[1] * (p.ndim - 1))))
+                p.sub_(g.add_(b, alpha=MOMENTUM), alpha=lr)
             if some:
                 self._move(t, learning, slope, seen, z)
 
-    def _spread(self, z: Tensor, t: int, size: int) -> list[Tensor]:
+    def _spread(self, z: Tensor, size: int) -> list[Tensor]:
         """The gates of each placement, (runs, 1 or examples, units), with the noise that stays after settling."""
         out: list[Tensor] = []
-        on = self.settled & (t < self.ends)
         for k, mine in enumerate(self.slices):
-            own, which = z[:, mine].unsqueeze(1), 0 if k == 0 else 1 if k < self.net.maps else 2
-            if self.noisy[which]:
-                p = (self.drops[:, which] * on)[:, None, None]
+            own, which = z[:, mine].unsqueeze(1), min(k, 1)
+            if self.noisy[which] and not 0 < k < self.net.maps:
+                p = (self.drops[:, which] * self.settled)[:, None, None]
                 u = torch.rand(len(self.runs), size, own.shape[2], device=self.device)
-                u = torch.where(self.for_all[:, None, None], u[:, :1], u)
                 own = own * (u >= p) / (1 - p)
             out.append(own)
         return out
@@ -337,8 +193,7 @@ class Stack:
         self.moments = [torch.where(on, a, b) for a, b in ((new1, first), (new2, second))]
         self.phi = torch.where(on, self.phi - self.gate_lr[:, None] * move, self.phi)
         if seen is not None:
-            self.seen["taylor"].mul_(0.99).add_((seen * z).abs(), alpha=0.01)
-            self.seen["fisher"].mul_(0.99).add_(seen.square(), alpha=0.01)
+            self.seen.mul_(0.99).add_((seen * z).abs(), alpha=0.01)
         target = self.at ** (clock / self.falls).clamp(max=1)
         log = (kept / target).log()
         level = torch.where(clock == 0, 0.5, self.level)
@@ -353,21 +208,16 @@ class Stack:
 
     def settle(self, k: int) -> None:
         """Closes and opens units of one run until its MACs are just within the share; what is open is folded in."""
-        run, v = self.runs[k], self.runs[k].variant
+        run = self.runs[k]
         value = self.value()[k]
         evidence = self._evidence(k).double().cpu().numpy()
         opens = self._within(evidence, (value > 0).cpu().numpy(), self.gated[k].cpu().numpy(), run.at_most)
         mask = torch.as_tensor(opens, device=self.device, dtype=torch.float32)
-        fresh = torch.where(value > 0, value, 0.1) if v.fold else torch.ones_like(value)
+        fresh = torch.where(value > 0, value, 0.1)
         for p, mine in enumerate(self.slices):
             if bool(self.gated[k, mine].any()):
                 self.net.multiply([w[k : k + 1] for w in self.w], p, torch.where(mask[mine] > 0, fresh[mine], 0)[None])
         self.mask[k], self.settled[k] = mask, True
-        if v.reset or v.renew:
-            for b in self.buffers:
-                b[k].zero_()
-        if v.renew:
-            self._renew(k)
 
     def _evidence(self, k: int) -> Tensor:
         rank, p = self.runs[k].variant.rank, self.prob(self.phi)[k]
@@ -381,8 +231,7 @@ class Stack:
                 norm = sum(s[0].square().sum(1) for s in sides)
                 out[mine] = norm / norm.mean()
             return out
-        seen = self.seen[rank.rpartition("*")[2]][k]
-        return (seen * p if "*" in rank else seen).clamp(min=1e-20)
+        return self.seen[k].clamp(min=1e-20)
 
     def _within(self, evidence: Any, opens: Any, gated: Any, share: float) -> Any:
         most, opens = share * self.dense, opens.copy()
@@ -421,13 +270,6 @@ class Stack:
             if not score:
                 return opens
             opens[max(score, key=score.__getitem__)] = True
-
-    def _renew(self, k: int) -> None:
-        """New weights, as layers of these sizes get them."""
-        fans = self.net.fans([int(n[k]) for n in self.counts(self.mask)])
-        for j, w in enumerate(self.w):
-            bound = 1 / math.sqrt(self.w[j - j % 2][k][0].numel())
-            w[k] = torch.empty_like(w[k]).uniform_(-bound, bound) * fans[j // 2]
 
     def _shape(self, k: int, v: Variant) -> None:
         run = self.runs[k]
@@ -496,60 +338,24 @@ def trained(net: Any, runs: Sequence[Run], pixels: Sequence[Tensor], epochs: int
     return out
 
 
-SMALL = {  # tried on the MLP alone
-    "learning-5", "delay-40-10", "slow-fall", "sharp", "bernoulli-10", "cut-norm", "noise-5", "noise-10-shared",
-    "reset", "unfolded", "inputs-20-noise-10",
-}  # fmt: skip
-
-
-def _variants(net: str) -> tuple[list[Variant], list[Variant]]:
+def _variants() -> tuple[list[Variant], list[Variant]]:
     """What is trained, and what is trained afterwards, with shapes that the first found. The telling ones first."""
 
     def early(name: str, learning: float = 0.2, **changes: Any) -> Variant:
         return Variant(name, learning=learning, **changes)
 
-    schedule = [
-        Variant("base"), *(early(f"learning-{100 * s:.0f}", s) for s in (0.05, 0.1, 0.2, 0.3)),
-        early("delay-10-10", 0.1, delay=0.1), early("delay-20-20", delay=0.2), early("delay-40-10", 0.1, delay=0.4),
-    ]  # fmt: skip
-    inputs = [
-        Variant("inputs-40", inputs=True), early("inputs-20", inputs=True), early("inputs-10", 0.1, inputs=True),
-        early("inputs-20-delay-10", delay=0.1, inputs=True),
-        early("inputs-20-bernoulli", inputs=True, family="bernoulli"),
-        early("inputs-20-keep-90", inputs=True, drop=0.1), early("inputs-20-noise-10", inputs=True, noise=0.1),
-        early("inputs-20-noise-20", inputs=True, noise=0.2),
-    ]  # fmt: skip
-    noise = [early(f"noise-{100 * p:.0f}", noise=p) for p in (0.05, 0.1, 0.2, 0.4)]
-    noise += [early("noise-20-until-75", noise=0.2, until=0.75), early("noise-10-shared", noise=0.1, shared=True)]
-    start = [
-        early("keep-90", drop=0.1), early("bernoulli", family="bernoulli"),
-        early("bernoulli-10", 0.1, family="bernoulli"),
-        early("bernoulli-keep-80", family="bernoulli", drop=0.2), early("fast", travel=50, fastest=0.2),
-        early("slow-fall", falling=0.9), early("sharp", beta=1 / 3), early("keep-25", drop=0.75),
-        early("inputs-20-keep-25", inputs=True, drop=0.75),
-    ]  # fmt: skip
-    worth = [
-        early("renew", renew=True), early("reset", reset=True), early("unfolded", fold=False),
+    first = [
+        Variant("base"), Variant("half", drop=0.5), Variant("keep-90", drop=0.1), Variant("keep-99", drop=0.01),
+        Variant("inputs", inputs=True), early("learning-20"), early("learning-5", 0.05), early("half-20", drop=0.5),
+        early("keep-90-20", drop=0.1), early("inputs-20", inputs=True), early("inputs-half-20", inputs=True, drop=0.5),
+        early("inputs-keep-90-20", inputs=True, drop=0.1), early("delay-10-10", 0.1, delay=0.1),
+        early("inputs-noise-10-10-20", inputs=True, noise=0.1, noise_inputs=0.1), early("noise-10-20", noise=0.1),
+        early("bernoulli-20", family="bernoulli", drop=0.5), Variant("narrow", kind="narrow"),
         early("cut-taylor", press=False, drop=0.02, rank="taylor"),
         early("cut-norm", press=False, drop=0.02, rank="norm"),
-        early("rank-fisher", 0.1, rank="p*fisher"), early("cut-fisher", press=False, drop=0.02, rank="fisher"),
-        early("inputs-20-cut-taylor", inputs=True, press=False, drop=0.02, rank="taylor"),
     ]  # fmt: skip
-    controls = [Variant("narrow", kind="narrow")]
-    controls += [Variant(f"narrow-noise-{100 * p:.0f}", kind="narrow", noise=p) for p in (0.1, 0.2)]
-    if net == "lenet300":
-        noise += [
-            early("inputs-20-noise-10-10", inputs=True, noise=0.1, noise_inputs=0.1),
-            early("inputs-20-noise-0-10", inputs=True, noise_inputs=0.1),
-        ]
-    else:
-        noise += [early("noise-maps-5", noise_maps=0.05), early("noise-40-maps-5", noise=0.4, noise_maps=0.05)]
-        noise += [early("inputs-20-noise-40", inputs=True, noise=0.4)]
-    shapes = [
-        Variant(f"shape-of-{of}", kind="shape", of=of) for of in ("base", "learning-20", "bernoulli", "inputs-20")
-    ] + [Variant("dense", kind="dense"), Variant("dense-noise-20", kind="dense", noise=0.2)]
-    first = [*schedule, *inputs, *noise, *controls, *start, *worth]
-    return [v for v in first if net == "lenet300" or v.name not in SMALL], shapes
+    shapes = [Variant(f"shape-of-{of}", kind="shape", of=of) for of in ("base", "inputs-20")]
+    return first, [*shapes, Variant("dense", kind="dense")]
 
 
 def summary(records: Sequence[Any]) -> str:
@@ -590,7 +396,7 @@ def main() -> None:
         records = json.loads(file.read_text())["runs"]
         found = {(r["variant"]["name"], r["at_most"], r["seed"]): _unpacked(r["mask"]) for r in records}
     wanted, cells = set(o.only.split(",")) - {""}, [float(c) for c in o.cells.split(",")]
-    for number, variants in enumerate(_variants(o.net)):
+    for number, variants in enumerate(_variants()):
         chosen = [v for v in variants if not wanted or v.name in wanted]
         runs = [Run(v, c, s) for s in range(o.seeds) for v in chosen for c in cells]
         left = [r for r in runs if (r.variant.name, r.at_most, r.seed) not in found]

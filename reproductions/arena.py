@@ -17,7 +17,7 @@ from ellzero.experiments.arena.showing import draw, says, table
 from ellzero.experiments.study import Study
 
 TARGETS = (0.1, 0.2, 0.35, 0.5)
-FAMILY = "bernoulli"  # the other family of gates, by `arena-split` on the MLP at 10 %: results/arena-split/
+FAMILY = "bernoulli"  # the other family of gates, by `arena-split` on the MLP at 10 %: results/arena-split-8/
 METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
 OTHERS = (*(name for name in FAMILIES if name != FAMILY), *CHANGED)  # to choose it and the defaults by
 NETWORKS = {"lenet300": ("mnist", 20, 10_000), "lenet5": ("mnist", 20, 10_000), "resnet-56": ("cifar10", 40, 5_000)}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ellzero.experiments.campaign import Record
+from ellzero.experiments.store.statistics import with_interval
 from ellzero.experiments.study import find, stored, studies
 from ellzero.out.tables import markdown, new_table
 
@@ -34,8 +35,22 @@ TABLES = {
     "wrn-cifar100": "wrn-cifar100",
     "arena": "arena",
     "arena-split": "arena-split",
+    "arena-split-8": "arena-split",
     "frontier": "frontier",
     "frontier-split": "frontier-split",
+}
+# Runs of results/benchmarks/budget_ablation_lenet300.json that are shown: name there, and what it is.
+ABLATION = {
+    "base": "starts at 0.5",
+    "learning-20": "starts at 0.5, learns for 0.2",
+    "keep-90": "starts at 0.9, learns for 0.2",
+    "inputs-20": "starts at 0.5, learns for 0.2, pixels gated",
+    "inputs-20-keep-90": "starts at 0.9, learns for 0.2, pixels gated",
+    "shape-of-base": "the first one's shape, new weights",
+    "shape-of-inputs-20": "the fourth one's shape, new weights",
+    "cut-norm": "trained for 0.2, then cut by norm",
+    "narrow": "narrower",
+    "dense": "dense",
 }
 # Files of results/benchmarks/ with the times of steps.
 STEPS = ("training_speed", "wrn_speed")
@@ -112,6 +127,23 @@ def families(root: Path = ROOT) -> str:
     return f"{markdown(out)}\n\n{about}: `python benchmarks/{record['command']}`."
 
 
+def ablation(root: Path = ROOT) -> str:
+    """Mean error of the variants in `ABLATION` with its 95 % interval, by share of the MACs."""
+    file = root / "results" / "benchmarks" / "budget_ablation_lenet300.json"
+    if not file.is_file():
+        return "No results are stored yet."
+    record = json.loads(file.read_text(encoding="utf-8"))
+    found = {v["name"]: {c["at_most"]: c["errors"] for c in v["cells"]} for v in record["variants"]}
+    shares = list(dict.fromkeys(share for cells in found.values() for share in cells))
+    out = new_table("", ("gates",), [f"{100 * share:.0f} %" for share in shares])
+    for name, words in ABLATION.items():
+        out.add_row(words, *(with_interval(found[name][share]) for share in shares))
+    counts = sorted({len(found[name][share]) for name in ABLATION for share in shares})
+    about = f"Seeds: {' or '.join(map(str, counts))}; {record['epochs']} epochs, {record['device']}"
+    origin = f"torch {record['torch']}, commit `{record['commit'][:12]}`: `python benchmarks/{record['command']}`"
+    return f"{markdown(out)}\n\n{about}, {origin}."
+
+
 def source(records: list[Record]) -> str:
     """Seeds, epochs, device, version and commit, each as often as it differs."""
 
@@ -142,6 +174,7 @@ def page(text: str, root: Path = ROOT) -> str:
     """
     blocks = {name: table(name, root) for name in TABLES}
     blocks |= {name: steps(name, root) for name in STEPS} | {"step_families": families(root)}
+    blocks["budget_ablation"] = ablation(root)
     blocks |= {f"figure {name}": figure(name, root) for name in FIGURES}
     for name, block in blocks.items():
         start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"

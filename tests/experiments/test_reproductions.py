@@ -546,3 +546,18 @@ def test_the_page_gets_the_stored_times_of_families(tmp_path: Path) -> None:
     lines = render.families(tmp_path).splitlines()
     assert lines[2] == "| MLP | SBP | 2.00 | 1.50 | 1.25–1.75 |"
     assert lines[-1].endswith("commit `0123456789ab`: `python benchmarks/step_overhead.py --families`.")
+
+
+def test_the_page_gets_the_stored_variants_of_a_budget(tmp_path: Path) -> None:
+    """The interval of 1 and 3 by hand: t = 12.706 with one degree of freedom, times a standard error of 1."""
+    render, home = module("render"), tmp_path / "results" / "benchmarks"
+    assert render.ablation(tmp_path) == "No results are stored yet."
+    home.mkdir(parents=True)
+    cells = [{"at_most": 0.1, "errors": [1.0, 3.0]}, {"at_most": 0.35, "errors": [2.0, 2.0]}]
+    about = {"device": "GPU", "torch": "2.13", "commit": "0123456789abcdef", "command": "x.py", "epochs": 20}
+    variants = [{"name": name, "cells": cells} for name in ("not shown", *render.ABLATION)]
+    (home / "budget_ablation_lenet300.json").write_text(json.dumps({**about, "variants": variants}))
+    lines = render.ablation(tmp_path).splitlines()
+    assert lines[0] == "| gates | 10 % | 35 % |"
+    assert lines[2:-2] == [f"| {words} | 2.00 ± 12.71 | 2.00 ± 0.00 |" for words in render.ABLATION.values()]
+    assert lines[-1] == "Seeds: 2; 20 epochs, GPU, torch 2.13, commit `0123456789ab`: `python benchmarks/x.py`."

@@ -226,6 +226,9 @@ def test_the_arena_has_twelve_cells_and_its_split_has_them_on_other_images() -> 
     assert all(c.held_out == 0 for c in arena.contests)
     assert all(c.held_out > 0 for c in split.contests)
     assert set(arena.contests) < {replace(c, held_out=0) for c in split.contests}  # which has all families
+    changed = {(c.network, c.method) for c in split.contests if c.method.startswith("budget-")}
+    assert {n for n, m in changed if m == "budget-keep-90"} == {"lenet300", "lenet5", "resnet-56"}
+    assert {n for n, m in changed if m == "budget-inputs"} == {"lenet300", "lenet5"}  # streams have several writers
 
 
 def test_the_command_fights_and_goes_on(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.experiments.arena import counting, rivals, scratch
+from ellzero.experiments.arena import counting, ours, rivals, scratch
 from ellzero.experiments.arena.bout import Bout
 from ellzero.experiments.arena.contest import METHODS, Contest, held_out
 from ellzero.experiments.arena.loop import BATCH, DECAY, RATE, Loop
@@ -106,6 +106,34 @@ def test_a_method_on_a_gpu_keeps_within_the_macs_and_takes_all_steps(method: str
         Small(), [torch.zeros(1, 1, 28, 28)]
     )
     assert given.loop.taken == 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "keep", "learning", "inputs"),
+    [
+        ("budget", 0.95, 0.4, False),
+        ("budget-keep-50", 0.5, 0.4, False),
+        ("budget-keep-90-learning-20", 0.9, 0.2, False),
+        ("budget-inputs-learning-20", 0.95, 0.2, True),
+    ],
+)
+def test_a_changed_budget_is_what_its_name_says(
+    method: str, keep: float, learning: float, inputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Seen(Exception):
+        pass
+
+    def told(gated: l0.Gated, **options: Any) -> None:
+        raise Seen(gated, options)
+
+    monkeypatch.setattr(ours, "Budget", told)
+    with pytest.raises(Seen) as seen:
+        METHODS[method](bout(0.3, network=find("lenet300")))
+    gated, options = seen.value.args
+    assert options == {"macs": 0.3, "steps": 6, "learning": learning}
+    assert [p.shape for p in gated.placements] == [(784,)] * inputs + [(300,), (100,)]
+    for _, gate in gated.named_gates():  # log α starts at the logit of the keep rate, with a deviation of 0.01
+        assert float(gate.log_alpha.detach().mean()) == pytest.approx(math.log(keep / (1 - keep)), abs=0.005)
 
 
 def test_macs_are_counted_without_a_forward_pass_while_layers_shrink() -> None:
