@@ -7,6 +7,7 @@ python examples/with_trainer.py
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import ellzero as l0
-from ellzero.integrations.transformers import BudgetCallback
+from ellzero.integrations.transformers import BudgetCallback, from_pretrained, save_pretrained
 
 
 def sentences() -> list[dict[str, Any]]:
@@ -40,6 +41,14 @@ def main(epochs: int = 4, **options: Any) -> nn.Module:
     print(callback.budget, trainer.evaluate()["eval_loss"])
     small = callback.budget.finish()  # a BertForSequenceClassification again
     # end: trainer
+    folder = Path(tempfile.mkdtemp(), "small")
+    # begin: folder
+    stock = save_pretrained(
+        small, folder
+    )  # True where `BertForSequenceClassification.from_pretrained(folder)` loads it
+    again = from_pretrained(folder)  # loads it in any case
+    # end: folder
+    print(f"saved as a {type(again).__name__}, which the stock class {'loads' if stock else 'cannot build'}")
     print(f"{sum(p.numel() for p in small.parameters())} parameters")
     return small
 

@@ -1,1 +1,1 @@
-"""A budget in other people's loops: Lightning and the Trainer of Hugging Face. Each file needs an extra of its own."""
+"""Loops and files of others: Lightning, the Trainer and the folders of Hugging Face. Each needs an extra of its own."""

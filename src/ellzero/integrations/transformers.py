@@ -1,7 +1,7 @@
-"""`BudgetCallback` for the Trainer of Hugging Face: a budget in its loop, checkpoints and logs.
+"""Hugging Face: `BudgetCallback` for its Trainer, `save_pretrained` and `from_pretrained` for its folders.
 
-What a budget is and does is in `ellzero.out.budget`; how it comes into a checkpoint and out again in `carrying.py`.
-This file knows at which moment of a training each belongs.
+What a budget is and does is in `ellzero.out.budget`; how it comes into a checkpoint and out again in `carrying.py`; how
+a small network comes into a folder in `pretrained.py`. This file knows at which moment of a training each belongs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ except ImportError as error:
 
 from ellzero.gated.module import Gated
 from ellzero.integrations.carrying import Carrier
+from ellzero.integrations.pretrained import from_pretrained, save_pretrained
 from ellzero.out.budget import Budget
+
+__all__ = ["BudgetCallback", "from_pretrained", "save_pretrained"]
 
 
 @final

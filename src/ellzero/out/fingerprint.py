@@ -105,21 +105,30 @@ def answers(small: nn.Module) -> dict[str, Any] | None:
     return None if values is None else {"inputs": look, "values": values}
 
 
-def _answered(model: nn.Module, look: Mapping[str, Any]) -> list[float] | None:
-    """Some of the outputs, on the CPU; None where there are none to compare. The model is for this alone."""
-    model = model.cpu().eval()
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+def example(small: nn.Module) -> Inputs | None:
+    """Inputs with the look that was noted for a network, the same at every call; None where none was noted."""
+    return None if (look := _EXAMPLES.get(small)) is None else _made(small, look)
+
+
+def _made(model: nn.Module, look: Mapping[str, Any]) -> Inputs:
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(0))
     generator = torch.Generator().manual_seed(0)
 
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, dict):
             return leaf
         if "dtype" not in leaf:
-            return torch.randn(leaf["shape"], generator=generator).to(dtype)
+            return torch.randn(leaf["shape"], generator=generator).to(like)
         drawn = torch.randint(leaf["from"], leaf["to"] + 1, leaf["shape"], generator=generator)
-        return drawn.to(_WHOLE[leaf["dtype"]])
+        return drawn.to(like.device, _WHOLE[leaf["dtype"]])
 
-    inputs = tuple(map(made, look["args"])), {name: made(leaf) for name, leaf in look["kwargs"].items()}
+    return tuple(map(made, look["args"])), {name: made(leaf) for name, leaf in look["kwargs"].items()}
+
+
+def _answered(model: nn.Module, look: Mapping[str, Any]) -> list[float] | None:
+    """Some of the outputs, on the CPU; None where there are none to compare. The model is for this alone."""
+    model = model.cpu().eval()
+    inputs = _made(model, look)
     try:
         found = [t.detach().flatten().double() for t in outputs(model, inputs) if not t.is_complex()]
     except Exception:  # it does not take every number, or wants a GPU: then nothing is known

@@ -118,7 +118,7 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
     if stateful := [key for key, value in small.state_dict().items() if not isinstance(value, Tensor)]:
         raise ValueError(f"`small` keeps state that is not a tensor, which the file cannot hold: {', '.join(stateful)}")
 
-    members, names = _members(small), canonical_names(small)
+    members, names = members_of(small), canonical_names(small)
     # Copies: safetensors wants its tensors contiguous and in memory of their own.
     tensors = {name: members[name].detach().to("cpu", copy=True).contiguous() for name in dict.fromkeys(names.values())}
     structure = Structure(type(small).__qualname__, tied={n: first for n, first in names.items() if n != first})
@@ -176,7 +176,7 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
 
     _check(model, structure, tensors, names, refuse)
     if layers is not None:
-        gone = [name for name in structure.closed if _members(model.get_submodule(name))]
+        gone = [name for name in structure.closed if members_of(model.get_submodule(name))]
         if (differs := fingerprint.difference(layers, fingerprint.layers(model), gone)) is not None:
             refuse(differs)
     if answers is not None and (trial := fingerprint.copied(model)) is not None:
@@ -188,9 +188,9 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
 
 
 def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-    members = _members(model)
+    members = members_of(model)
     for layer, outputs in structure.closed.items():
-        if outputs is not None or _members(model.get_submodule(layer)):  # an identity of the user's own is one already
+        if outputs is not None or members_of(model.get_submodule(layer)):  # an identity of the user's is one already
             put_closed(model, layer, outputs)
     modules = dict(model.named_modules(remove_duplicate=False))
     new: dict[str, Tensor] = {}
@@ -234,7 +234,7 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     return {key: value for key, value in vars(module).items() if type(value) is int and key[0] != "_"}
 
 
-def _members(model: nn.Module) -> dict[str, Tensor]:
+def members_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer under every name it has."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
@@ -281,7 +281,7 @@ def _check(
     refuse: Callable[[str], NoReturn],
 ) -> None:
     """Refuses tensors that do not fit, before anything is changed."""
-    modules, members = dict(model.named_modules(remove_duplicate=False)), _members(model)
+    modules, members = dict(model.named_modules(remove_duplicate=False)), members_of(model)
     for layer in [*structure.selects, *structure.closed, *structure.groups, *structure.sizes]:
         if layer not in modules:
             refuse(f"there is a layer `{layer}`")
