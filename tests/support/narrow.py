@@ -26,7 +26,7 @@ class Narrow(nn.Module):
 class Shallow(nn.Module):
     def __init__(self, classes: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(784, 8), nn.Linear(8, classes)
+        self.fc1, self.fc2 = nn.Linear(784, 8, bias=False), nn.Linear(8, classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
