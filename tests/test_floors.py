@@ -5,6 +5,7 @@ There is no list of files to keep: the order of packages is one tuple, and insid
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -37,6 +38,12 @@ LONG = {  # why it is longer than a function or class may be
 }
 
 
+@cache
+def nodes(path: Path, text: str) -> list[ast.AST]:
+    """All of a file, read by each check and taken apart once."""
+    return list(ast.walk(ast.parse(text, str(path))))
+
+
 def modules(house: Path) -> dict[str, Path]:
     """Every module by its name inside the house: `graph.rules.call`; a package's `__init__` is the package."""
     found = {}
@@ -50,7 +57,7 @@ def imported(name: str, house: Path, known: dict[str, Path]) -> Iterator[str]:
     """The modules of the house that a module imports, anywhere in it. `import ellzero` is `__init__`."""
     path = known[name]
     package = ".".join((house.name, *path.parent.relative_to(house).parts))
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path, path.read_text(encoding="utf-8")):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
         if isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package)
@@ -102,7 +109,7 @@ def hidden(house: Path) -> Iterator[str]:
         if path.name != "__init__.py":
             continue
         package = "" if name == "__init__" else f"{name}."
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path, path.read_text(encoding="utf-8")):
             bound = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
@@ -125,7 +132,7 @@ def large(house: Path) -> Iterator[str]:
         total += lines
         if lines > LINES:
             yield f"`{where}` has {lines} lines, more than {LINES}"
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(path, text):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 length, most = node.end_lineno - node.lineno + 1, CLASS if isinstance(node, ast.ClassDef) else FUNCTION  # type: ignore[operator]
                 if length > most and f"{where}: {node.name}" not in LONG:

@@ -2,7 +2,8 @@
 
     python tools/make_notebook.py
 
-One source, so that the two cannot drift apart; `tests/test_docs.py` holds the file against it, and runs the cells.
+One source, so that the two cannot drift apart; `tests/test_docs.py` holds the file against it; its cells run as the
+examples of the page.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ellzero.experiments import networks
@@ -154,6 +154,7 @@ patterns = st.dictionaries(
 
 
 @pytest.mark.slow
+@settings(max_examples=40)
 @given(rates=patterns, at_most=patterns, lr=st.floats(0, 1e30, exclude_min=True))
 def test_any_pattern_and_number_survive_toml(rates: Any, at_most: Any, lr: float) -> None:
     recipe = get("gallego-mlp").override(drop_rates=rates, at_most=at_most, lr=lr)

@@ -395,7 +395,7 @@ def test_converges_to_the_saddle_point(dual: AbstractDual) -> None:
     toy = Toy(a=[0.0] * 3, b=[1.0, 1.0])
     constraint = Constraint(total, {"a": 0.4, "b": 0.3}, dual=dual)
     optimizer = torch.optim.SGD(toy.parameters(), lr=0.1)
-    for _ in range(1000):
+    for _ in range(400):
         train(toy, constraint, optimizer, lambda: distance(toy, a, b))
     gap = 0.8 - 0.4
     assert constraint.multiplier.tolist() == pytest.approx([3 * gap, 0.0], abs=1e-6)
@@ -992,14 +992,14 @@ def test_training_brings_a_network_to_its_target_and_resumes(on: str) -> None:
         return trace
 
     straight = fresh()
-    expected = run(*straight, range(200))
+    expected = run(*straight, range(120))
     reached = costs.params(straight[0], kept=on == "kept").item() / costs.dense(costs.params, straight[0])
     assert reached <= 0.5
     first, second = fresh(), fresh()
-    half = run(*first, range(60))
+    half = run(*first, range(30))
     for part, other in zip(second, first, strict=True):
         part.load_state_dict(copy.deepcopy(other.state_dict()))
-    assert half + run(*second, range(60, 90)) == expected[:90]
+    assert half + run(*second, range(30, 45)) == expected[:45]
 
 
 @pytest.mark.slow
