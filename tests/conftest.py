@@ -79,14 +79,22 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests come first, then files with slow ones: what is left for two processes in the end is short. Pages whose
-    examples run are slow.
+    examples run are slow. Files that need the same large libraries follow each other, and so do those that need a
+    server or a browser: one process imports or starts them, not each.
     """
     for item in items:
         if item.path.suffix == ".md":
             item.add_marker("slow")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     long = {item for item in items if any(mark.kwargs.get("first") for mark in item.iter_markers("slow"))}
-    items.sort(key=lambda item: (item not in long, item.path not in slow))
+    dear = {path: _dear(path) for path in slow}
+    started = {item.path for item in items if {"server", "chromium"} & set(getattr(item, "fixturenames", ()))}
+    items.sort(key=lambda i: (i not in long, i.path not in slow, not dear.get(i.path), i.path in started))
+
+
+def _dear(path: Path) -> bool:
+    """Whether a file needs libraries whose import takes seconds."""
+    return any(name in path.read_text(encoding="utf-8") for name in ("transformers", "lightning", "onnxruntime"))
 
 
 def pytest_collection_finish() -> None:

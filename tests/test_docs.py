@@ -11,9 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-import ellzero as l0
 from support import ROOT
 from support.scripts import loaded
 

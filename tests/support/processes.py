@@ -346,6 +346,11 @@ def program(calls: list[list[str]], where: str, threads: int = 1) -> None:
             print("code", left.code, flush=True)
 
 
+def script(file: str, arguments: list[str]) -> None:
+    """`python file …`, of which the log then has the output."""
+    _run_program(file, arguments)
+
+
 def _run_program(program: str, arguments: list[str]) -> None:
     sys.argv = [program, *arguments]
     try:
@@ -383,6 +388,7 @@ def _prepare(job: str, arguments: dict[str, Any]) -> None:
 
 JOBS: dict[str, Callable[..., None]] = {
     "train": train, "replicated": replicated, "budgeted": budgeted, "launched": launched, "program": program,
+    "script": script,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ import os
 import random
 import resource
 import stat
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +32,7 @@ from ellzero.experiments.store.checkpoint import (
     set_random_state,
     steps,
 )
+from support.processes import Server
 
 
 def state(step: int, size: int = 100) -> dict[str, Any]:
@@ -487,15 +486,12 @@ print(json.dumps({"points": points, "moments": moments}))
 
 
 @pytest.fixture(scope="module")
-def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def crashes(tmp_path_factory: pytest.TempPathFactory, server: Server) -> dict[str, list[dict[str, Any]]]:
     script = tmp_path_factory.mktemp("script") / "crashes.py"
     script.write_text(CRASHES)
-    source = str(Path(l0.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(script), str(tmp_path_factory.mktemp("crashes")), str(random.randrange(10**6))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
+    arguments = [str(tmp_path_factory.mktemp("crashes")), str(random.randrange(10**6))]
+    done = server.run("script", file=str(script), arguments=arguments)
+    result: dict[str, list[dict[str, Any]]] = json.loads(done.said.splitlines()[-1])
     return result
 
 
