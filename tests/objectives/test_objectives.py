@@ -530,7 +530,7 @@ def test_extra_gradient_finds_the_saddle_point_with_adam() -> None:
     toy = Toy(a=[0.0] * 3)
     constraint = Constraint(total, 0.4, dual=GradientAscent(0.3, restarts=False))
     adam = torch.optim.Adam(toy.parameters(), lr=0.05)
-    for _ in range(600):
+    for _ in range(400):
         extra_gradient_step(constraint, adam, lambda: distance(toy, a) + constraint(toy))
     assert constraint.multiplier.item() == pytest.approx(3 * 0.4, abs=1e-4)
     assert toy.flat().tolist() == pytest.approx([x - 0.4 for x in a], abs=1e-4)
