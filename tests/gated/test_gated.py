@@ -557,7 +557,7 @@ def test_autocast_gates_as_it_does_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 def test_compiled_in_one_graph_is_the_eager_function() -> None:
-    gated = scattered(traced.attached(mlp(3, 4, 2), torch.zeros(2, 3), where=l0.per_layer))
+    gated = attached(where=l0.per_layer)
     compiled = torch.compile(gated, fullgraph=True, backend="aot_eager")
     x, noise = torch.randn(6, 3), gated.gate_noise()
     for mode in (True, False):
