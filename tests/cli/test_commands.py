@@ -137,6 +137,7 @@ def failed(answer: tuple[int, str, str], code: int, message: str) -> None:
 # ---------------------------------------------------------------- train
 
 
+@pytest.mark.slow
 def test_a_run_by_the_command_line_is_the_run_by_hand(
     home: Path, by_hand: Trainer, small: torch.nn.Module, tmp_path: Path
 ) -> None:
@@ -391,6 +392,7 @@ def test_an_unknown_option_is_refused_with_the_nearest(run: Run) -> None:
     assert "Perhaps you meant: --epochs VALUE" in flat
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_another_recipe_beside_resume_is_refused(run: Run, home: Path) -> None:
     before = {p: p.read_bytes() for p in home.rglob("*") if p.is_file()}
@@ -560,6 +562,7 @@ def test_an_error_of_guessing_is_said_to_be_one(home: Path) -> None:
     assert _worthless(Folder.open(home), guessing - 0.1, data.load("mnist5k")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 @pytest.mark.filterwarnings("default")
 def test_a_damaged_checkpoint_that_is_passed_over_is_a_plain_line(run: Run, home: Path, tmp_path: Path) -> None:
@@ -879,6 +882,7 @@ def test_every_command_has_help_with_an_example_that_begins_with_its_name(run: R
         assert re.search(rf"For example:\s+(\$ )?ellzero {command}\b", out), command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_a_script(shell: str, run: Run) -> None:
     code, out, err = run("--print-completion", shell)

@@ -97,6 +97,7 @@ def test_a_run_is_the_plain_loop(family: str) -> None:
     assert ("prob_open" in record) == (family != "sbp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["sparse_vd", "bc_gnj", "bc_ghs"])
 def test_noise_on_weights_is_drawn_for_each_example_and_the_penalty_rises(family: str) -> None:
     """c/N·min(1, k/3)·KL in step k of five: a warm-up of 0.6 of the epoch. σ of the first layer stays in its bound."""
@@ -137,6 +138,7 @@ def test_group_lasso_takes_its_step_in_a_stack_too() -> None:
     assert 0 < first < second <= 784
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["score", "ar", "arm"])
 def test_gates_that_learn_from_the_loss_do_so_in_a_stack_too(estimator: str) -> None:
     runs = [small(gate="bernoulli", estimator=estimator, penalty=0.01, seed=seed) for seed in range(2)]
@@ -201,6 +203,7 @@ def test_the_architecture_of_single_weights_has_the_units_that_are_left() -> Non
     assert 0 < read["fc1"] < 784
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", KINDS)
 def test_every_family_trains_in_a_stack(family: str) -> None:
     trainer = Trainer([small(gate=family, seed=seed, **MORE.get(family, {})) for seed in range(2)], data())

@@ -63,6 +63,7 @@ def test_published_sizes_of_wrn_28_10() -> None:
     assert counted_macs(net, [x]) == pytest.approx(1.13 * here, rel=0.01)  # as in the L0 papers' code
 
 
+@pytest.mark.slow
 def test_published_sizes_of_resnet_56() -> None:
     with torch.device("meta"):
         net, x = ResNet(56), torch.zeros(1, 3, 32, 32)

@@ -527,6 +527,7 @@ def test_without_matplotlib_tables_are_made_and_figures_refused(
     assert "no figures will be drawn" in shown.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_images")
 @pytest.mark.parametrize(
     ("words", "message"),

@@ -395,6 +395,7 @@ def test_the_command_is_stopped_by_ctrl_c_and_goes_on(
     assert f" {round(count):,} of 266,610 parameters" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "says"),
     [

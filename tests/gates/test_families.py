@@ -128,6 +128,7 @@ def test_gates_are_evaluated_together_as_one_by_one(family: str) -> None:
     assert_same(gated.evidence(), torch.cat([gate.evidence() for gate in gates]))
 
 
+@pytest.mark.slow
 @every
 def test_gradients_are_finite_far_out(family: str) -> None:
     gated, _ = network(family)
@@ -146,6 +147,7 @@ def test_gradients_are_finite_far_out(family: str) -> None:
 # ---- on a network ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", NETS)
 @every
 def test_the_compact_network_is_the_one_masked_by_hand(family: str, net: str) -> None:
@@ -160,6 +162,7 @@ def test_the_compact_network_is_the_one_masked_by_hand(family: str, net: str) ->
     assert sum(p.numel() for p in small.parameters()) < l0.dense(l0.params, gated)
 
 
+@pytest.mark.slow
 @every
 def test_the_report_counts_what_is_kept(family: str) -> None:
     gated, _ = network(family)
@@ -171,6 +174,7 @@ def test_the_report_counts_what_is_kept(family: str) -> None:
     assert type(next(gated.named_gates())[1]).__name__ in str(made)
 
 
+@pytest.mark.slow
 @every
 def test_finalize_closes_those_with_the_least_evidence(family: str) -> None:
     gated, _ = network(family)
@@ -224,6 +228,7 @@ def learned(gated: l0.Gated) -> list[nn.Parameter]:
     return [p for p in gated.gates.parameters() if p.requires_grad]
 
 
+@pytest.mark.slow
 @every
 def test_a_state_is_taken_up_by_another_network(family: str) -> None:
     gated, x = network(family)
@@ -237,6 +242,7 @@ def test_a_state_is_taken_up_by_another_network(family: str) -> None:
         assert_same(again.eval()(x), gated.eval()(x))
 
 
+@pytest.mark.slow
 @every
 def test_a_stack_of_runs_is_each_run_alone(family: str) -> None:
     def made(seed: int) -> Objective:
@@ -264,6 +270,7 @@ def test_a_stack_of_runs_is_each_run_alone(family: str) -> None:
         assert torch.equal(stack.network(run).complexity(), alone[run].gated.complexity())  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(LEARNS - {"group lasso"}))
 @pytest.mark.filterwarnings("ignore:gates settle after")
 def test_a_budget_brings_a_network_of_every_family_within_it(family: str) -> None:

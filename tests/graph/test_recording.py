@@ -63,6 +63,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.filterwarnings("ignore")
@@ -82,6 +83,7 @@ def test_a_recorded_forward_is_the_exported_one(name: str, training: bool) -> No
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_both_ways_find_the_same_axes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawer = Drawer(seed)

@@ -61,6 +61,7 @@ def fresh(width: int = 16) -> l0.Gated:
     return gated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["", "net."])
 @pytest.mark.parametrize("steps", [5, 15], ids=["learning", "tuning"])
 def test_a_fresh_network_becomes_what_was_saved(steps: int, prefix: str) -> None:

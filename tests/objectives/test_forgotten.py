@@ -41,11 +41,13 @@ TERMS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", TERMS)
 def test_a_loop_that_forgets_nothing_hears_nothing(term: str) -> None:
     assert loop(attached(), TERMS[term](), 110) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize(
     ("forget", "said"), [("call", "call `gated(x)` in the loop, not the model"), ("gates", "`gated.param_groups(…)`")]
@@ -56,6 +58,7 @@ def test_a_loop_that_forgets_its_gates_hears_of_it_once(term: str, forget: str, 
     assert said in messages[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("term", TERMS)
 @pytest.mark.parametrize(
     ("groups", "heard"),

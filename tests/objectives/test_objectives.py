@@ -768,6 +768,7 @@ def test_gates_that_are_not_finite_are_refused_at_the_first_call() -> None:
 # ---- state ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound_before", [False, True])
 @pytest.mark.parametrize("per_axis", [False, True])
 @pytest.mark.parametrize("dual", DUALS, ids=str)

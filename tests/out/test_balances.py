@@ -84,6 +84,7 @@ def balanced(parts: list[np.ndarray], opens: np.ndarray) -> bool:
     return all(len(set(opens[rows].sum(1))) == 1 for rows in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_as_little_comes_back_as_can_be(name: str) -> None:
     """Of all ways to make the parts equal again the cheapest, whatever the evidence says."""
@@ -148,6 +149,7 @@ def by_levels(evidence: Tensor) -> Iterator[Tensor]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_most", [0.9, 0.8, 0.7])
 @pytest.mark.parametrize("seed", range(3))
 def test_finalize_closes_one_unit_of_each_group_and_leaves_the_most_evidence(at_most: float, seed: int) -> None:
@@ -163,6 +165,7 @@ def test_finalize_closes_one_unit_of_each_group_and_leaves_the_most_evidence(at_
     assert float(evidence[gated.opens()].sum()) == pytest.approx(best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", [l0.params, l0.macs, l0.units, l0.l0_norm], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("name", [*NETS, "aggregated"])
 @pytest.mark.parametrize("fill", [False, True], ids=["closing", "filling"])

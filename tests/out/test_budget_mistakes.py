@@ -111,6 +111,7 @@ def test_what_was_before_the_settling_is_not_handed_over() -> None:
     assert sum(p.numel() for p in small.parameters() if p.ndim > 1) <= 0.4 * (48 + 48 + 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "key"), [(torch.optim.Adafactor, "row_var"), (torch.optim.LBFGS, "d")], ids=["adafactor", "lbfgs"]
 )

@@ -714,6 +714,7 @@ MIXERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXERS)
 def test_whatever_mixes_units_freezes_the_axis(kind: str) -> None:
     model = net(lambda m, x: m.b(MIXERS[kind](m.a(x))), a=nn.Linear(4, 6), b=nn.Linear(6, 3))

@@ -30,6 +30,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("projections", "written", "mask", "angles"), KINDS)
 def test_heads_that_are_closed_go(projections: str, written: bool, mask: str, angles: bool) -> None:
     model = settled(Attention(projections=projections, written=written, mask=mask, angles=angles, norms=angles))
@@ -47,6 +48,7 @@ def test_heads_that_are_closed_go(projections: str, written: bool, mask: str, an
     assert_counted(gated, small, (draw(2, 5, 8),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("groups", "written"), list(itertools.product((1, 2, 3), (False, True))))
 def test_a_head_of_keys_goes_with_its_queries(groups: int, written: bool) -> None:
     if groups == 1:  # keys that serve all heads cannot go

@@ -79,6 +79,7 @@ KINDS = list(
 )[:12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "mask", "first", "bias", "weights"), KINDS)
 def test_heads_that_are_closed_go(how: str, mask: str, first: bool, bias: bool, weights: bool) -> None:
     model = settled(Around(how, mask, weights, batch_first=first, bias=bias))
@@ -98,6 +99,7 @@ def test_heads_that_are_closed_go(how: str, mask: str, first: bool, bias: bool, 
         assert_counted(gated, small, (draw(3, 5, 8),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Around, partial(Attention, projections="split")])
 def test_what_is_left_is_saved_loaded_copied_and_exported(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     gated = l0.attach(settled(make()), draw(3, 5, 8)).eval()

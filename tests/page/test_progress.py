@@ -40,6 +40,7 @@ def rewritten(shrunk: Path, tmp_path: Path) -> Callable[[Callable[[list[Any]], A
 OVER_EPOCHS = ("error", "loss", "l0-norm", "params", "macs", "seconds", "multipliers")
 
 
+@pytest.mark.slow
 def test_events_are_lines_in_every_chart_over_epochs(shrunk: Path) -> None:
     found = embedded(run_page(Folder.open(shrunk)))
     for name in OVER_EPOCHS:

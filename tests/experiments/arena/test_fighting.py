@@ -202,6 +202,7 @@ def test_what_is_won_and_lost_by_hand() -> None:
     assert over[2] == "over the MACs that are allowed: lenet5-20-narrow"
 
 
+@pytest.mark.slow
 def test_the_figure_shows_every_point(tmp_path: Path) -> None:
     files = showing.draw(RECORDS, tmp_path)
     assert [f.name for f in files] == ["arena.png", "arena.svg", "arena.txt"]
@@ -231,6 +232,7 @@ def test_the_arena_has_twelve_cells_and_its_split_has_them_on_other_images() -> 
     assert {n for n, m in changed if m == "budget-inputs"} == {"lenet300", "lenet5"}  # streams have several writers
 
 
+@pytest.mark.slow
 def test_the_command_fights_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

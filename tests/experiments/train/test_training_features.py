@@ -75,6 +75,7 @@ PENALISED: dict[str, Any] = {"at_most": None, "penalty": 0.1, "dual": "auto"}
 DENSE: dict[str, Any] = {"at_most": None, "placement": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "idle", "message"),
     [

@@ -29,6 +29,7 @@ def integral(mu: float, log_sigma: float, f: object) -> float:
     return float(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mu", "log_sigma"), STATES)
 @torch.no_grad()
 def test_the_kl_and_the_moments_of_sbp_are_those_of_quadrature(mu: float, log_sigma: float) -> None:

@@ -36,6 +36,7 @@ def kl(m: float, log_v: float, prior: Any) -> float:
     return float(value)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("scale", [1.0, 0.1])
 @pytest.mark.parametrize("state", STATES)

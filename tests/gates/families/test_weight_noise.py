@@ -61,6 +61,7 @@ def network(how: dict[str, Any], net: str = "mlp", seed: int = 0) -> tuple[l0.Ga
 # ---- charges --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_alpha", [-8.0, -4.0, -1.0, 0.0, 1.0, 3.0, 6.0])
 def test_the_kl_to_the_log_uniform_prior_is_that_of_quadrature(log_alpha: float) -> None:
     """½·E log ε² − ½·log α, ε ~ N(1, α), less its limit; the approximation is good to 0.01."""
@@ -153,6 +154,7 @@ def test_the_slope_in_the_weights_has_no_noise_in_it() -> None:
 # ---- the way out ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("how", [SPARSE, BAYES], ids=["sparse vd", "bayesian compression"])
 def test_the_compact_network_has_the_weights_masked_by_hand(how: dict[str, Any], net: str) -> None:
