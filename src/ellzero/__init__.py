@@ -30,6 +30,7 @@ from ellzero.gated.placements import Placement, per_layer, shrinkable, weights
 from ellzero.gates import distributions
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
+from ellzero.graph.trials.centring import centred
 from ellzero.objectives import duals
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.costs import Cost, complexity, dense, l0_norm, l2_norm, macs, params, units
@@ -54,6 +55,7 @@ __all__ = [
     "Penalty",
     "Placement",
     "attach",
+    "centred",
     "compact",
     "complexity",
     "dense",

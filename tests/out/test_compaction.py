@@ -674,7 +674,6 @@ def test_norms_across_the_axis() -> None:
     """Their statistics are over all units: taking one out would change the others."""
     across = {
         "layer_norm": net(lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(4, 6), norm=nn.LayerNorm(6), b=nn.Linear(6, 3)),
-        "rms_norm": net(lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(4, 6), norm=nn.RMSNorm(6), b=nn.Linear(6, 3)),
         "group_norm": net(
             lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(4, 6), norm=nn.GroupNorm(2, 6), b=nn.Linear(6, 3)
         ),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from support.attention import MASKS, PROJECTIONS, Attention
 from support.oracles import counted_macs, numel, set_gates, settled
+from support.prenorm import NORMS, norm
 
 Outcome = Literal["exact", "refused", "nothing left", "wrong", "failed"]
 Op = Callable[[Any, Tensor, Tensor], Tensor]  # of the network, a value, and the integers
@@ -245,6 +246,29 @@ class Drawer:
 
         self.add("attention", op)
 
+    def normed(self, choose: random.Random) -> None:
+        """A block behind a root mean square, added to the value or not, and perhaps another norm."""
+        if self.space:
+            return
+        name, adds, ends = f"n{len(self.net.layers)}", choose.random() < 0.7, choose.random() < 0.5
+        act = choose.choice([nn.ReLU(), nn.SiLU(), nn.Sigmoid(), nn.Identity()])
+        hidden, kinds = choose.choice([2, 4, 5]), [choose.choice(NORMS) for _ in range(2)]
+        between = choose.choice([nn.Identity(), nn.Identity(), nn.Tanh(), nn.Sigmoid(), nn.Dropout(0.2)])
+        self.net.layers[name] = nn.Sequential(
+            norm(self.width, kinds[0]),
+            between,
+            nn.Linear(self.width, hidden),
+            act,
+            nn.Linear(hidden, self.width, bias=choose.random() < 0.5),
+        )
+        self.net.layers[f"{name}e"] = norm(self.width, kinds[1]) if ends else nn.Identity()
+
+        def op(m: Any, x: Tensor, k: Tensor) -> Tensor:
+            y = m.layers[name](x)
+            return m.layers[f"{name}e"](x + y if adds else y)
+
+        self.add("norm", op)
+
     def flattened(self) -> None:
         if self.space:
             size, last = self.space**2, self.random.random() < 0.5
@@ -270,6 +294,9 @@ class Drawer:
         choose = random.Random(self.seed)  # of its own: the seeds of before draw the networks of before
         if choose.random() < 0.25:
             self.attended(choose)
+        choose = random.Random(f"norms after {self.seed}")
+        for _ in range(choose.choice([0, 0, 0, 1, 2])):
+            self.normed(choose)
         name, picks = self.layer(3), self.random.random() < 0.1
         self.add("head", lambda m, x, k: m.layers[name](x).argmax(1) if picks else m.layers[name](x), 3)
         return self.net

@@ -111,20 +111,22 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
     readers: dict[int, set[frozenset[int]]] = defaultdict(set)
     at: dict[str, list[frozenset[int]]] = {}
     frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
-    for tensor, dims in graph.reading.items():
-        units = graph.units[tensor][dims]
-        if tensor not in acting:  # it reads whatever the gates say
+    for tensor, dims in {(t, dims): None for t, sites in graph.closing.items() for dims in sites} | acting:
+        whole = graph.units[tensor][dims]
+        units = graph.closing.get(tensor, {}).get(dims, np.full(whole.shape, -1))
+        if (tensor, dims) not in acting:  # it reads whatever the gates say
             for unit in np.unique(units[units >= 0]).tolist():
                 if not frozen[unit]:
                     readers[unit].add(frozenset())
             continue
         positions = np.arange(units.size)
         if len(dims) > 1:  # the rows of one group read the same units
-            _, positions = np.unique(units, return_index=True)
-        on = acting[tensor]
-        lists = [g.ravel()[positions].tolist() for g in on]
-        at[tensor] = [frozenset(g for g in gates if g >= 0) for gates in zip(*lists, strict=True)]
-        for unit, gates in zip(units.flat[positions].tolist(), at[tensor], strict=True):
+            _, positions = np.unique(whole, return_index=True)
+        lists = [g.ravel()[positions].tolist() for g in acting[tensor, dims]]
+        decides = [frozenset(g for g in gates if g >= 0) for gates in zip(*lists, strict=True)]
+        if dims == graph.reading.get(tensor):
+            at[tensor] = decides
+        for unit, gates in zip(units.flat[positions].tolist(), decides, strict=True):
             if unit >= 0 and not frozen[unit]:
                 readers[unit].add(gates)
     shared, several = _decided(readers, graph.offsets[-1])
@@ -134,23 +136,29 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
         if len(dims) > 1 or tensor not in graph.in_own_module or not any(gates_of):
             continue
         units = graph.units[tensor][dims].tolist()
-        if any(gates != shared[u] or u in several for u, gates in zip(units, gates_of, strict=True) if u >= 0):
+        here = graph.closing.get(tensor, {}).get(dims, np.full(len(units), -1)) >= 0  # else closed where it is written
+        lines = zip(units, here.tolist(), gates_of, strict=True)
+        if any(gates != shared[u] or u in several for u, reads, gates in lines if u >= 0 and (reads or gates)):
             entries[tensor] = _lines(gates_of, one)
     common = _lines(shared, one)
     rest = _padded(list(several.values()), one, zero)
     return Liveness(size, one, tuple(columns), common, np.array(list(several), dtype=np.int64), rest, entries)
 
 
-def _acting(graph: Graph, placements: Sequence[Placement], width: int) -> tuple[list[Column], dict[str, list[Numbers]]]:
-    """The columns of unstructured weights, numbered from `width`, and for each weight the gates at its inputs."""
+def _acting(
+    graph: Graph, placements: Sequence[Placement], width: int
+) -> tuple[list[Column], dict[tuple[str, tuple[int, ...]], list[Numbers]]]:
+    """The columns of unstructured weights, numbered from `width`, and for each weight the gates along its dimensions:
+    at its inputs, or where it writes what a norm looks at.
+    """
     columns: list[Column] = []
-    acting: dict[str, list[Numbers]] = defaultdict(list)
+    acting: dict[tuple[str, tuple[int, ...]], list[Numbers]] = defaultdict(list)
     starts = accumulate((prod(p.shape) for p in placements), initial=0)
     for placement, start in zip(placements, starts, strict=False):
         for site in placement.multiplies:
             shape, dims = graph.shapes[site.tensor], graph.reading.get(site.tensor)
-            if dims == site.dims:
-                acting[site.tensor].append(np.where(site.units < 0, -1, site.units + start))
+            if dims == site.dims or site.dims in graph.closing.get(site.tensor, {}):
+                acting[site.tensor, site.dims].append(np.where(site.units < 0, -1, site.units + start))
             elif len(site.dims) != len(shape):
                 raise ValueError(
                     f"`where` lets gates `{placement.name}` multiply dimensions {site.dims} of `{site.tensor}`, "
@@ -158,7 +166,7 @@ def _acting(graph: Graph, placements: Sequence[Placement], width: int) -> tuple[
                 )
             elif dims is not None and len(dims) == 1:
                 columns.append(Column(start, shape, dims[0]))
-                acting[site.tensor].append(np.arange(width, width + shape[dims[0]]))
+                acting[site.tensor, dims].append(np.arange(width, width + shape[dims[0]]))
                 width += shape[dims[0]]
     return columns, acting
 

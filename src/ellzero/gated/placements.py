@@ -40,7 +40,8 @@ def shrinkable(*, streams: bool = False) -> Where:
     """One gate per unit of every axis that can shrink, multiplied into all weights that read it.
 
     There is a placement per axis. `l0_norm` counts the weights that read the axis: those that a closed gate sets to
-    zero.
+    zero. Where an RMSNorm looks at all units of an axis, gates multiply what writes it instead: then the norm sees
+    zeros, and goes on dividing by the whole width.
 
     Args:
         streams: whether residual streams are gated too.
@@ -51,7 +52,7 @@ def shrinkable(*, streams: bool = False) -> Where:
 
     def where(graph: Graph) -> list[Placement]:
         chosen = [a for a in graph.axes if a.frozen is None and (streams or not a.stream)]
-        return [Placement(a.name, (a.size,), a.readers, a.readers) for a in chosen]
+        return [Placement(a.name, (a.size,), a.multiplied, a.multiplied) for a in chosen]
 
     return where
 
@@ -93,7 +94,7 @@ def _of_layer(graph: Graph, tensor: str) -> Placement | None:
         return Placement(layer, (shape[dim],), (site,), (site,))
     if len(shape) > 2:
         written = [a for a in graph.axes for s in a.writers if s.tensor == tensor]
-        if written and written[-1].frozen is None:
+        if written and written[-1].frozen is None and not written[-1].closing:
             axis = written[-1]
             _refuse_shared(axis, graph)
             own = [s for s in axis.sites if (s.tensor == tensor and s.role == "writes") or s.tensor == f"{layer}.bias"]

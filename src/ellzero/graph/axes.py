@@ -5,6 +5,7 @@ This file does not know how axes are found (`ties.py`), nor what an operation, a
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]  # of units, of atoms, of gates
 Role = Literal["reads", "writes", "rides"]
+EPS = re.compile(r"(?<![a-z])eps")  # in the name of what a norm adds under its root, not in "steps"
 Layout = tuple[tuple[int, ...], dict[tuple[int, ...], Numbers]]  # a tensor's shape, and the units along its dimensions
 
 
@@ -51,6 +53,8 @@ class Axis:
         frozen: a sentence that says why the axis cannot shrink, or `None`.
         stream: whether the axis is a residual stream: something computed from it is added back onto it.
         can_vanish: whether the layers on it can be taken out when all its units are closed.
+        closing: where a norm looks at all units together, the sites of what writes them and of what is added to them.
+            A unit is closed there, since a weight that reads it comes behind the norm.
     """
 
     name: str
@@ -59,6 +63,12 @@ class Axis:
     frozen: str | None = None
     stream: bool = False
     can_vanish: bool = False
+    closing: tuple[Site, ...] = ()
+
+    @property
+    def multiplied(self) -> tuple[Site, ...]:
+        """The sites where gates multiply: the readers, but for units that a norm looks at together."""
+        return self.closing or self.readers
 
     @property
     def readers(self) -> tuple[Site, ...]:
@@ -120,6 +130,30 @@ class Stored:
 
 
 @dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm over all units of an axis, x/√(Σx²/D + eps) · weight.
+
+    With k of its D units left, it divides by k. The same comes out if its weight is √(D/k) times as large, and its eps
+    D/k times.
+
+    Args:
+        module: whose forward it is in.
+        attribute: where the module keeps its eps.
+        weight: the parameter that it multiplies by.
+        units: numbers of the units.
+        offset: what the forward adds to the weight, as 1 in Gemma.
+        centres: whether it subtracts a mean first, as LayerNorm does; then no unit can go.
+    """
+
+    module: str
+    attribute: str
+    weight: str
+    units: Numbers
+    offset: float = 0.0
+    centres: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Graph:
     """All that tracing found. Units are numbered through: axis `k` has the units `offsets[k] … offsets[k] + size - 1`.
 
@@ -138,6 +172,7 @@ class Graph:
         placed: for each unit, whether the forward looks for it at its place, as a slice does.
         turns: what makes the forward take another way than the traced one, in words.
         stored: sizes that modules keep as numbers.
+        norms: over all units of an axis.
     """
 
     axes: tuple[Axis, ...]
@@ -152,6 +187,7 @@ class Graph:
     placed: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
     turns: tuple[str, ...] = ()
     stored: tuple[Stored, ...] = ()
+    norms: tuple[Norm, ...] = ()
 
     @property
     def offsets(self) -> list[int]:
@@ -165,9 +201,17 @@ class Graph:
     @cached_property
     def units(self) -> dict[str, dict[tuple[int, ...], Numbers]]:
         """For each tensor, the unit numbers (-1 where none) at the dimensions that carry units."""
+        return self._numbered([a.sites for a in self.axes])
+
+    @cached_property
+    def closing(self) -> dict[str, dict[tuple[int, ...], Numbers]]:
+        """The same of the tensors and dimensions where gates multiply, with the units that they close there."""
+        return self._numbered([a.multiplied for a in self.axes])
+
+    def _numbered(self, of_axes: Iterable[Iterable[Site]]) -> dict[str, dict[tuple[int, ...], Numbers]]:
         out: dict[str, dict[tuple[int, ...], Numbers]] = defaultdict(dict)
-        for axis, offset in zip(self.axes, self.offsets, strict=False):
-            for site in axis.sites:
+        for sites, offset in zip(of_axes, self.offsets, strict=False):
+            for site in sites:
                 known = out[site.tensor].setdefault(site.dims, np.full(site.units.shape, -1))
                 known[site.units >= 0] = site.units[site.units >= 0] + offset
         return dict(out)
@@ -193,7 +237,7 @@ class Graph:
     def with_axes(self, axes: Iterable[Axis]) -> Graph:
         """The same graph with other words about its axes, whose sites are the same: what was worked out stays."""
         out = replace(self, axes=tuple(axes))
-        known = ("reading", "units", "balanced", "weight")
+        known = ("reading", "units", "closing", "balanced", "weight")
         out.__dict__.update({key: self.__dict__[key] for key in known if key in self.__dict__})
         return out
 

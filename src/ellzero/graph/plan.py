@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,38 @@ class ClosedAxisError(ValueError):
     """Every unit of an axis is closed, and nothing carries on without it."""
 
 
+@dataclass(frozen=True)
+class Shrunk:
+    """A norm over `was` units, of which `now` are left; the rest is as in `Norm`."""
+
+    module: str
+    attribute: str
+    weight: str
+    offset: float
+    was: int
+    now: int
+
+    @property
+    def scale(self) -> float:
+        """How much larger its weight becomes."""
+        return sqrt(self.was / self.now)
+
+    def scaled(self, weight: Tensor) -> Tensor:
+        """The weight with which the norm over what is left gives what that over all gave, where all else is zero."""
+        return (weight + self.offset) * self.scale - self.offset
+
+    def back(self) -> Shrunk:
+        """The way back."""
+        return replace(self, was=self.now, now=self.was)
+
+    def set_eps(self, modules: Mapping[str, nn.Module]) -> None:
+        """Has the module's eps follow. Without one, torch takes the least step of the type that it computes in."""
+        module = modules[self.module]
+        eps = getattr(module, self.attribute)
+        eps = torch.finfo(next(module.parameters()).dtype).eps if eps is None else eps
+        setattr(module, self.attribute, eps * self.was / self.now)
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What stays, tensor by tensor.
@@ -39,6 +72,7 @@ class Plan:
             `rows` is the same.
         closed: layers (module names) that read or write nothing any more.
         sizes: by module and attribute, the size that is stored there, as it was and as it becomes.
+        norms: over how many units, and what else is known of each norm whose weight and eps must follow.
     """
 
     units: Mask
@@ -47,6 +81,7 @@ class Plan:
     selects: dict[str, Numbers] = field(default_factory=dict)
     closed: frozenset[str] = frozenset()
     sizes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    norms: tuple[Shrunk, ...] = ()
 
     def slice(self, name: str, tensor: Tensor) -> Tensor:
         """What stays of `tensor`, which has the shape of the parameter or buffer `name`: itself, its gradient, its
@@ -59,6 +94,12 @@ class Plan:
             shape = columns.shape + tensor.shape[2:]
             tensor = tensor.gather(1, columns.reshape(*columns.shape, *[1] * (tensor.ndim - 2)).expand(shape))
         return tensor
+
+    def left(self, name: str, tensor: Tensor) -> Tensor:
+        """What becomes of the parameter or buffer `name`: sliced, and a norm's weight scaled."""
+        norm = next((n for n in self.norms if n.weight == name), None)
+        sliced = self.slice(name, tensor)
+        return sliced if norm is None else norm.scaled(sliced)
 
     def spread(self, name: str, small: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The way back from `slice`: a tensor of `shape` with `small` where it was, and zeros where nothing stayed."""
@@ -85,18 +126,26 @@ class Plan:
                 there = done.rows.get(name, {}).get(dim)
                 if there is None or len(there) > len(index):
                     rows.setdefault(name, {})[dim] = index if there is None else np.searchsorted(there, index)
-        return replace(self, rows=rows)
+        before = {(n.module, n.attribute, n.weight): n.now for n in done.norms}
+        norms = (replace(n, was=before.get((n.module, n.attribute, n.weight), n.was)) for n in self.norms)
+        return replace(self, rows=rows, norms=tuple(n for n in norms if n.was != n.now))
 
     def apply(self, model: nn.Module) -> None:
         """Carries the plan out on `model`, in place: slices every tensor, then brings the modules in line."""
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._change(modules, self.slice)
+        self._change(modules, self.left)
         for (path, attribute), (_, size) in self.sizes.items():
             setattr(modules[path], attribute, size)
+        self._set_eps(modules, self.norms)
         for name, index in self.selects.items():
             put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
         for path in self.closed:
             put_closed(model, path)
+
+    def renamed(self, whole: nn.Module, small: nn.Module) -> dict[float, float]:
+        """Of each eps in `small`, on which the plan was carried out, what it is in `whole`."""
+        kept = [(n.module, n.attribute) for n in self.norms]
+        return {getattr(small.get_submodule(m), a): getattr(whole.get_submodule(m), a) for m, a in kept}
 
     def undo(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Puts zeros where the plan took entries out, in place: the way back from `apply` without `selects` and
@@ -107,9 +156,21 @@ class Plan:
             shapes: of all parameters and buffers as they were.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
-        self._change(modules, lambda name, tensor: self.spread(name, tensor, shapes[name]))
+        norms = {n.weight: n.back() for n in self.norms}
+
+        def back(name: str, tensor: Tensor) -> Tensor:
+            tensor = norms[name].scaled(tensor) if name in norms else tensor
+            return self.spread(name, tensor, shapes[name])
+
+        self._change(modules, back)
         for (path, attribute), (size, _) in self.sizes.items():
             setattr(modules[path], attribute, size)
+        self._set_eps(modules, [n.back() for n in self.norms])
+
+    def _set_eps(self, modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
+        """Once for each place that holds an eps: several norms may share it."""
+        for norm in {(id(modules[n.module]), n.attribute): n for n in norms}.values():
+            norm.set_eps(modules)
 
     def _change(self, modules: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> None:
         """Puts something new in the place of every tensor that the plan names."""
@@ -178,6 +239,9 @@ def make_plan(
     for axis, start in empty:
         if not (axis.can_vanish and carries_on):
             kept[start + int(np.argmax(evidence[start : start + axis.size]))] = True
+    for norm in graph.norms:
+        if not (kept[norm.units] | (norm.units < 0)).any():  # a norm over nothing is none
+            kept[norm.units[np.argmax(evidence[norm.units])]] = True
     if graph.balanced:
         order = np.argsort(np.lexsort((-evidence, graph.weight, np.isneginf(evidence)))).astype(np.float64)
     for balances in graph.balanced:
@@ -247,4 +311,9 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> Pla
                 closed.add(tensor.rpartition(".")[0])
     sizes = {(s.module, s.attribute): (len(s.units), int(kept[s.units].sum())) for s in graph.stored}
     sizes = {place: (was, now) for place, (was, now) in sizes.items() if was != now}
-    return Plan(kept, rows, columns, selects, frozenset(closed), sizes)
+    norms = (
+        Shrunk(n.module, n.attribute, n.weight, n.offset, len(n.units), int((kept[n.units] | (n.units < 0)).sum()))
+        for n in graph.norms
+    )
+    changed = tuple(n for n in norms if n.was != n.now)
+    return Plan(kept, rows, columns, selects, frozenset(closed), sizes, changed)

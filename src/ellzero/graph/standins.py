@@ -1,5 +1,6 @@
 """What stands in for a part that was taken out: `Select` picks inputs, `Closed` is a layer of which nothing is left,
-`FewerHeads` is an `nn.MultiheadAttention` whose heads are not its width any more.
+`FewerHeads` is an `nn.MultiheadAttention` whose heads are not its width any more. `RootMeanSquare` is an `nn.LayerNorm`
+that subtracts no mean.
 """
 
 from __future__ import annotations
@@ -88,6 +89,15 @@ def put_closed(model: nn.Module, path: str, outputs: int | None = None) -> None:
     new.train(layer.training)
     parent, _, key = path.rpartition(".")
     setattr(model.get_submodule(parent), key, new)
+
+
+@final
+class RootMeanSquare(nn.LayerNorm):
+    """An `nn.LayerNorm` of what has mean zero, so that it subtracts none: an RMSNorm with the same keys, bias too."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+        return out if self.bias is None else out + self.bias
 
 
 @final

@@ -1,4 +1,4 @@
-"""Sizes that a module keeps as numbers and its own forward lays units out by: `view(n, t, self.heads, self.size)`.
+"""Numbers that a module keeps. Sizes that its own forward lays units out by: `view(n, t, self.heads, self.size)`.
 
 That a number means the dimension which is as large as it is a guess. Whether the network does the same with the number
 changed is tried out with all else, on copies (`trials/`). Layers whose numbers follow from their tensors are not looked
@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ellzero.graph.axes import Graph, Layout, Numbers, Stored
+from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Stored
 from ellzero.graph.resizing import resizer
 from ellzero.graph.rules import SIZED
 
@@ -87,6 +87,20 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
         by_name = [s for s in right if _COUNTS.search(s.attribute)]
         out += [s for s in right if told[s.attribute]] or by_name
     return tuple(out)
+
+
+def told_apart(model: nn.Module) -> dict[float, float]:
+    """Moves each eps that a module of one's own keeps by next to nothing, in place, so that none is the same as another
+    or as a number in the code: who is told it was told that one. Returns what they were.
+    """
+    was = {}
+    own = [m for m in model.modules() if resizer(m) is None]
+    kept = [(m, key, v) for m in own for key, v in vars(m).items() if EPS.search(key) and type(v) is float]
+    for number, (module, key, eps) in enumerate(kept, 1):
+        moved = eps * (1 + number * 2.0**-40)
+        was[moved] = eps
+        setattr(module, key, moved)
+    return was
 
 
 def _watched(model: nn.Module, candidates: list[Stored], forwards: Sequence[Callable[[], Any]]) -> dict[Place, Any]:

@@ -8,13 +8,13 @@ only be removed as a whole. This file does not know what an operation, a layer o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ellzero.graph.axes import Axis, Graph, Numbers, Product, Role, Site, Step
+from ellzero.graph.axes import Axis, Graph, Norm, Numbers, Product, Role, Site, Step
 
 
 @dataclass
@@ -30,6 +30,9 @@ class Ties:
     roles: dict[str, list[Numbers]] = field(default_factory=lambda: defaultdict(list))
     streams: list[Numbers] = field(default_factory=list)
     heads: list[Numbers] = field(default_factory=list)  # each has matrices of its own: what is added there is no stream
+    added: list[Numbers] = field(default_factory=list)  # of parameters that are added: they write units, as weights do
+    exposed: list[tuple[Numbers, str]] = field(default_factory=list)  # read, and not zero where nothing writes them
+    norms: list[Norm] = field(default_factory=list)  # over atoms
     balances: list[Numbers] = field(default_factory=list)
     placed: list[Numbers] = field(default_factory=list)
     tables: dict[tuple[str, tuple[int, ...], Role], Numbers] = field(default_factory=dict)
@@ -70,6 +73,10 @@ class Ties:
 
     def freeze(self, atoms: Numbers, reason: str) -> None:
         self.freezes.append((atoms.ravel(), reason))
+
+    def expose(self, atoms: Numbers, reason: str) -> None:
+        """Something depends on the atoms that is not zero where what writes them is."""
+        self.exposed.append((atoms.ravel(), reason))
 
     def use(self, atoms: Numbers, role: Role) -> None:
         self.roles[role].append(atoms.ravel())
@@ -135,6 +142,7 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
         made = ((shape, {dims: unit[root[atoms]] for dims, atoms in carried.items()}) for shape, carried in step.made)
         return replace(step, made=tuple(made))
 
+    norms = {(n.module, n.attribute, n.weight): replace(n, units=unit[root[n.units]]) for n in ties.norms}
     balances = {(b.shape, b.tobytes()): b for b in (unit[root[atoms]] for atoms in ties.balances)}
     return Graph(
         axes=tuple(_numbered_apart(axes)),
@@ -150,6 +158,7 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
         placed=np.isin(
             np.arange(total), unit[root[np.concatenate([a.ravel() for a in ties.placed] or [np.zeros(0, int)])]]
         ),
+        norms=tuple(norms.values()),
     )
 
 
@@ -159,9 +168,12 @@ class _Finder:
     def __init__(self, ties: Ties, root: Numbers, names: dict[str, str]) -> None:
         self.ties, self.root, self.names = ties, root, names
         self.reads, self.writes, self.rides = (ties.mask(ties.roles[role]) for role in ("reads", "writes", "rides"))
-        self.ignored = ties.mask(ties.ignored)
-        self.frozen = np.full(ties.count, -1)  # for each root, which of `freezes` was the first
-        for number, (atoms, _) in enumerate(ties.freezes):
+        self.ignored, self.added = ties.mask(ties.ignored), ties.mask(ties.added)
+        self.normed = ties.mask([root[norm.units] for norm in ties.norms])
+        exposed = ((atoms[self.normed[root[atoms]]], why) for atoms, why in (ties.exposed if ties.norms else ()))
+        self.reasons = [*ties.freezes, *exposed, *self._torn()]
+        self.frozen = np.full(ties.count, -1)  # for each root, which of `reasons` was the first
+        for number, (atoms, _) in enumerate(self.reasons):
             roots = root[atoms]
             self.frozen[roots[self.frozen[roots] < 0]] = number
         streams, heads = (ties.mask([root[atoms] for atoms in found]) for found in (ties.streams, ties.heads))
@@ -169,6 +181,15 @@ class _Finder:
         self.keys = [k for k in ties.first if k[0] in ties.reached]
         self.tables = list(ties.tables.items())
         self.two_faced: set[str] = set()
+
+    def _torn(self) -> Iterator[tuple[Numbers, str]]:
+        """Norms that share one eps and lie on different units: it cannot follow both."""
+        kept: dict[tuple[str, str], Norm] = {}
+        for norm in self.ties.norms:
+            other = kept.setdefault((norm.module, norm.attribute), norm)
+            if not np.array_equal(self.root[norm.units], self.root[other.units]):
+                reason = f"several norms go by `{norm.attribute}` of `{norm.module}`, and not along the same units"
+                yield np.concatenate([norm.units, other.units]), reason
 
     def signatures(self) -> dict[tuple[int, ...], list[int]]:
         """The classes by the numbers of the places they lie on, with multiplicity."""
@@ -193,7 +214,8 @@ class _Finder:
         local[roots] = np.arange(len(roots))
         sites: list[Site] = []
         frozen = self.frozen[roots]
-        why = self.ties.freezes[frozen[frozen >= 0][0]][1] if (frozen >= 0).any() else None
+        why = self.reasons[frozen[frozen >= 0][0]][1] if (frozen >= 0).any() else None
+        normed, closing = bool(self.normed[roots].any()), []
         for number in dict.fromkeys(signature):
             if number >= len(self.keys):
                 (tensor, dims, role), atoms = self.tables[number - len(self.keys)]
@@ -205,16 +227,19 @@ class _Finder:
             reads, writes = bool(self.reads[here].any()), bool(self.writes[here].any())
             if reads and (writes or self.rides[here].any()):
                 self.two_faced.add(tensor)
-                why = why or f"`{tensor}` both reads and writes it"
+                why = why or (None if normed else f"`{tensor}` both reads and writes it")
             units = np.where(self.ignored[atoms], -1, local[self.root[atoms]])
             sites.append(Site(tensor, (dim,), units, "reads" if reads else "writes" if writes else "rides"))
-        if why is None and not any(s.role == "reads" for s in sites):
+            if normed and (writes or self.added[here].any()):
+                closing.append(sites[-1])
+        if why is None and (not any(s.role == "reads" for s in sites) or (normed and not closing)):
             why = "no weight reads it, so no gate could close it"
-        first = next((s for s in sites if s.role == "writes"), sites[0])
+        shared = next((s for s in closing if s.tensor in self.two_faced), None)  # an embedding that is the head too
+        first = shared or next((s for s in sites if s.role == "writes"), sites[0])
         name = self.names.get(first.tensor) or first.tensor
         if all(s.role == "reads" for s in sites):
             name += ".input"
-        return Axis(name, len(roots), tuple(sites), why, bool(self.streams[roots].any()))
+        return Axis(name, len(roots), tuple(sites), why, bool(self.streams[roots].any()), closing=tuple(closing))
 
 
 def _numbered_apart(axes: list[Axis]) -> list[Axis]:

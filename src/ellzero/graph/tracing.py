@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.recording import Members, copied, recorded, walked
-from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, tensors, unknown
-from ellzero.graph.stored import stored
+from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
+from ellzero.graph.stored import stored, told_apart
 from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
 
@@ -135,10 +135,12 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
         why = f"{made[0].replace('`.', '`')} is a tensor that autograd remembers the making of" if made else ""
         hint = "; detach it, or use `torch.nn.utils.parametrizations` where a hook makes it"
         raise TraceError(f"{what}: {why + hint if why else first_line(error)}") from error
+    was = told_apart(model)
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
     asked = walk(model, ties, inputs, deadline, watch=watch or _watched)
     turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
+    ties.steps = [replace(s, numbers=tuple(was.get(n, n) for n in s.numbers)) for s in ties.steps]
     graph = unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
     with mode(model, False), torch.no_grad():
         graph = replace(
@@ -243,7 +245,7 @@ class _Walk:
         values: dict[torch.fx.Node, Any] = {}
         nodes = list(graph.nodes)
         self.index = {node: number for number, node in enumerate(nodes)}
-        self.seen = _seen(graph)
+        self.seen, self.norms = _seen(graph), written_out(graph, {k: self.names[name] for k, name in members.items()})
         self.ties.contracting = 0
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
         for number, node in enumerate(nodes):
@@ -280,19 +282,7 @@ class _Walk:
         self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], inputs: Inputs, training: bool
     ) -> Any:
         if node.op == "placeholder":
-            value = node.meta.get("val")
-            if not isinstance(value, Tensor):
-                return value
-            if node.name in members:
-                name = self.names[members[node.name]]
-                if node.users:
-                    self.ties.reached.add(name)
-                carried: dict[Dims, Numbers] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
-                # A buffer cannot be gated, so as a weight it counts as computed; it can be sliced all the same.
-                return Value(tuple(value.shape), carried, f"`{name}`", name if name in self.ties.parameters else None)
-            name = str(node.target)
-            kind = "a constant of the model" if name.startswith(("c_", "lifted")) else "the model's input"
-            return Value(tuple(value.shape), why=f"{kind} `{name}`")
+            return self._given(node, members)
         if node.op == "output":
             for value in tensors(torch.fx.node.map_arg(node.args, lambda n: values[n])):
                 freeze(self.ties, value, "it is the model's output")
@@ -316,6 +306,8 @@ class _Walk:
         if node not in self.seen and call.op in REDUCTIONS.split():
             # Nobody looks at it, as at the mean of all heads' weights.
             result: Any = [Value(shape) for shape in call.shapes]
+        elif node in self.norms and rule:
+            result = mean_square(call, self.norms[node], *args)
         else:
             result = rule(call, *args) if rule else unknown(call, tensors(args), why)
         for name in call.reads:
@@ -328,11 +320,29 @@ class _Walk:
         node.meta["ellzero"] = call
         several = isinstance(node.meta.get("val"), list | tuple)
         # Fresh objects: a rule may hand an argument back, and its place in the forward must not change.
-        made = [replace(v) for v in (result if isinstance(result, list) else [result])]
+        made = [replace(v, zero=zero(call, args, v)) for v in (result if isinstance(result, list) else [result])]
         if number < len(self.ties.like):
             for value, (_, there) in zip(made, self.ties.like[number].made, strict=False):
                 _lay_out(value, there)
         return made if several else made[0]
+
+    def _given(self, node: Any, members: dict[str, str]) -> Any:
+        """An input, a parameter or a buffer."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        if node.name in members:
+            name = self.names[members[node.name]]
+            if node.users:
+                self.ties.reached.add(name)
+            carried: dict[Dims, Numbers] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
+            # A buffer cannot be gated, so as a weight it counts as computed; it can be sliced all the same.
+            own = name in self.ties.parameters
+            found = Value(tuple(value.shape), carried, f"`{name}`", name if own else None)
+            return replace(found, zero="own" if own else "no")
+        name = str(node.target)
+        kind = "a constant of the model" if name.startswith(("c_", "lifted")) else "the model's input"
+        return Value(tuple(value.shape), why=f"{kind} `{name}`")
 
     def _call(self, node: Any, training: bool, inputs: Inputs) -> Call:
         stack = list(node.meta.get("nn_module_stack", {}).values())  # of an export
@@ -342,7 +352,8 @@ class _Walk:
         name = target._schema.name.split("::")[-1] if overload else str(getattr(target, "__name__", target))
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         shapes = [tuple(t.shape) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-        return Call(self.ties, name, module, shapes, batch_size(inputs), evaluates=not training)
+        kept = vars(self.modules[module]) if module in self.modules else {}
+        return Call(self.ties, name, module, shapes, batch_size(inputs), evaluates=not training, settings=kept)
 
     def _link(self, node: Any, number: int, values: dict[Any, Any], training: bool) -> None:
         """Gives the value its place in the forward: its step, and the bit set of the steps it depends on."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Literal
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ellzero.graph.axes import Numbers
 from ellzero.graph.ties import Ties
 
 Dims = tuple[int, ...]
+Zero = Literal["yes", "own", "no"]
 _LARGEST_JOINT = 50_000_000  # entries; beyond that joint dimensions cost more than they are worth
 
 
@@ -32,6 +34,7 @@ class Value:
         source: the parameter or buffer that this is a view of, entry for entry.
         step: number of the operation that made it.
         ancestors: bit set of the operations that it depends on.
+        zero: whether it is zero at units that nothing writes; "own" for a parameter, which is if it is set to zero.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +43,7 @@ class Value:
     source: str | None = None
     step: int = -1
     ancestors: int = 0
+    zero: Zero = "no"
 
     @property
     def ndim(self) -> int:
@@ -53,6 +57,11 @@ class Value:
     def group(self, dim: int) -> Dims | None:
         """The dimensions that carry units together with `dim`, if any."""
         return next((g for g in self.carried if dim in g), None)
+
+
+def carries(value: Value, group: Dims, out: Value) -> bool:
+    """Whether an operand has units where `out`, against which it broadcasts, has the `group`."""
+    return any(value.group(d - out.ndim + value.ndim) is not None for d in group if d >= out.ndim - value.ndim)
 
 
 def freeze(ties: Ties, value: Value, reason: str, dims: Sequence[int] | None = None) -> None:

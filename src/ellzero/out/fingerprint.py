@@ -41,7 +41,8 @@ def layers(model: nn.Module) -> Layers:
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, _NOTHING):
             torchs = type(module).__module__.startswith("torch.nn.")
-            settings = {key: _plain(value) for key, value in vars(module).items() if torchs and key not in _FREE}
+            free = _FREE | {"eps"} if isinstance(module, nn.RMSNorm) else _FREE  # it follows the width
+            settings = {key: _plain(value) for key, value in vars(module).items() if torchs and key not in free}
             kept = {key: value for key, value in settings.items() if value is not NotImplemented and key[0] != "_"}
             # In evaluation all batch norms are one, also those that processes share.
             kind = "BatchNorm" if torchs and isinstance(module, _BatchNorm) else type(module).__name__

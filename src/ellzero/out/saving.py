@@ -21,8 +21,9 @@ from safetensors.torch import save as safetensors
 from torch import Tensor, nn
 
 from ellzero.gated.module import Gated
+from ellzero.graph.axes import EPS
 from ellzero.graph.resizing import resize, resizer
-from ellzero.graph.standins import Closed, Select, put_closed, put_select
+from ellzero.graph.standins import Closed, RootMeanSquare, Select, put_closed, put_select
 from ellzero.graph.tracing import canonical_names
 from ellzero.out import fingerprint
 from ellzero.out.files import write_bytes
@@ -69,13 +70,16 @@ class Structure:
     tied: dict[str, str] = field(default_factory=dict)  # further name of a tensor: the name that it is stored under
     groups: dict[str, int] = field(default_factory=dict)  # of every convolution: its shapes alone do not say them
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # numbers that other modules keep, such as of heads
+    eps: dict[str, dict[str, float | None]] = field(default_factory=dict)  # of norms that follow their width
 
     def plausible(self) -> bool:
         """Whether all is of the types above, as a file may not have it."""
-        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict, dict]:
+        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict, dict, dict]:
             return False
         words, numbers = [*self.selects, *self.tied.values()], [*self.closed.values(), *self.groups.values()]
-        if {type(sizes) for sizes in self.sizes.values()} - {dict}:
+        if {type(kept) for kept in (*self.sizes.values(), *self.eps.values())} - {dict}:
+            return False
+        if {type(eps) for kept in self.eps.values() for eps in kept.values()} - {float, type(None)}:
             return False
         numbers += [size for sizes in self.sizes.values() for size in sizes.values()]
         return {type(word) for word in words} <= {str} and {type(number) for number in numbers} <= {int, type(None)}
@@ -133,6 +137,8 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
             structure.groups[layer] = module.groups
         elif resizer(module) is None and (sizes := _sizes(module)):
             structure.sizes[layer] = sizes
+        if eps := _eps(module):
+            structure.eps[layer] = eps
     about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
     about |= {"structure": json.dumps(asdict(structure)), "layers": json.dumps(fingerprint.layers(small))}
     about["outputs"] = json.dumps(fingerprint.answers(small))
@@ -214,6 +220,9 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
         for key, size in sizes.items():
             if 0 <= size < _sizes(modules[layer]).get(key, 0):
                 setattr(modules[layer], key, size)
+    for layer, kept in structure.eps.items():
+        for key in kept.keys() & _eps(modules[layer]).keys():
+            setattr(modules[layer], key, kept[key])
     for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
         put_select(modules[layer], tensors[names[f"{layer}.select.index"]])
 
@@ -232,6 +241,13 @@ def _as_path(path: Any) -> Path:
 def _sizes(module: nn.Module) -> dict[str, int]:
     """The whole numbers that a module keeps."""
     return {key: value for key, value in vars(module).items() if type(value) is int and key[0] != "_"}
+
+
+def _eps(module: nn.Module) -> dict[str, float | None]:
+    """What a norm that follows its width, of torch or of one's own, adds under the root."""
+    follows = resizer(module) is None or isinstance(module, nn.RMSNorm | RootMeanSquare)
+    kept = {key: value for key, value in vars(module).items() if EPS.search(key)} if follows else {}
+    return {key: value for key, value in kept.items() if type(value) in (float, type(None))}
 
 
 def members_of(model: nn.Module) -> dict[str, Tensor]:
@@ -282,7 +298,7 @@ def _check(
 ) -> None:
     """Refuses tensors that do not fit, before anything is changed."""
     modules, members = dict(model.named_modules(remove_duplicate=False)), members_of(model)
-    for layer in [*structure.selects, *structure.closed, *structure.groups, *structure.sizes]:
+    for layer in [*structure.selects, *structure.closed, *structure.groups, *structure.sizes, *structure.eps]:
         if layer not in modules:
             refuse(f"there is a layer `{layer}`")
     expected = set(members)

@@ -117,17 +117,17 @@ def carry_out(
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
-    def follow(name: str, tensor: Tensor) -> Tensor:
+    def follow(name: str, tensor: Tensor, key: str = "") -> Tensor:
         """What has an entry for each of a parameter's: sliced as that was, and laid out in memory as it is."""
         if new[name] is old[name]:
             return tensor
-        sliced = step.slice(inside[name].removeprefix("model."), tensor)
+        sliced = _sliced(step, inside[name].removeprefix("model."), tensor, key, correction)
         return torch.empty_like(new[name], dtype=tensor.dtype).copy_(sliced)
 
     for name, state in states.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim and value.shape == old[name].shape:
-                state[key] = follow(name, value)
+                state[key] = follow(name, value, key)
                 if inside[name] in gone:
                     state[key].masked_fill_(gone[inside[name]], 0)
         optimizer.state[new[name]] = state
@@ -135,6 +135,19 @@ def carry_out(
         average[name] = follow(name, value)
         if inside[name] in gone:
             average[name] = torch.where(gone[inside[name]], new[name] * correction, average[name])
+
+
+def _sliced(step: Plan, name: str, tensor: Tensor, key: str, correction: float) -> Tensor:
+    """What is left of what an optimizer remembers as `key` or, without one, of an average. Where a norm's weight is
+    larger now, its slope is smaller by as much.
+    """
+    out = step.slice(name, tensor)
+    norm = next((n for n in step.norms if n.weight == name), None)
+    if norm is None:
+        return out
+    if key:
+        return out / norm.scale ** (2 if "sq" in key else 1)
+    return norm.scaled(out / correction) * correction
 
 
 def _gone(gated: Gated) -> dict[str, Tensor]:

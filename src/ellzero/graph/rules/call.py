@@ -7,8 +7,8 @@ taken for element-wise because it looks so. This file knows no operation by name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -30,6 +30,7 @@ class Call:
     reads: tuple[str, ...] = ()
     numbers: tuple[Any, ...] = ()
     contracts: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what the module keeps
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,11 +64,19 @@ class Call:
             self.ties.freeze(atoms, f"it reads {x.why}")
         else:
             self.ties.tie(atoms, what)
+            self.looks_at(x, what)
         if weight.source is None:
             self.ties.freeze(atoms, f"{self.where} reads it by a weight that is computed, not a parameter")
         else:
             self.ties.use(atoms, "reads")
             self.reads += (weight.source,)
+
+    def looks_at(self, x: Value, atoms: Numbers) -> None:
+        """Reads the units `atoms` of `x`: a parameter must be closed with what writes them."""
+        if x.zero == "own":
+            self.ties.added.append(atoms)
+        elif x.zero == "no":
+            self.ties.expose(atoms, f"{self.where} reads something that is not zero where a unit is closed for a norm")
 
     def writer(self, weight: Value, atoms: Numbers, role: Role = "writes") -> None:
         if weight.source is not None:

@@ -52,13 +52,9 @@ def addition(call: Call, a: Any, b: Any, *_: Any) -> Value:
         return out
     if a.lineage & b.lineage & ~call.ties.leaves and (a.lineage ^ b.lineage) & call.ties.contracting:
         # Both were computed from one activation, a weight on one of the ways, and are added up: a residual stream.
-        both = [g for g in out.carried if _carries(a, g, out) and _carries(b, g, out)]
+        both = [g for g in out.carried if values.carries(a, g, out) and values.carries(b, g, out)]
         call.ties.streams.extend(out.carried[g] for g in both)
     return out
-
-
-def _carries(value: Value, group: values.Dims, out: Value) -> bool:
-    return any(value.group(d - out.ndim + value.ndim) is not None for d in group if d >= out.ndim - value.ndim)
 
 
 @couples("prelu")

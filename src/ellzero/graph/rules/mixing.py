@@ -1,4 +1,4 @@
-"""Rules for what mixes units along a dimension: norms, reductions, pooling, recurrence."""
+"""Rules for what mixes units along a dimension: norms of channels, reductions, pooling, recurrence."""
 
 from __future__ import annotations
 
@@ -26,14 +26,6 @@ def unit_norm(call: Call, x: Value, *rest: Any) -> Value:
     if call.op == "instance_norm":
         values.freeze(call.ties, x, call.mixes(), range(2, x.ndim))
     return values.elementwise(call.ties, [x, *riders], call.shape)
-
-
-@couples("layer_norm", "rms_norm")
-def layer_norm(call: Call, x: Value, over: Sequence[int], *rest: Any) -> Value:
-    dims = range(x.ndim - len(over), x.ndim)
-    values.narrow(call.ties, x, dims)  # of units that lie on others too, as those of heads do, whole ones can go
-    out = values.elementwise(call.ties, [x, *tensors(rest)], call.shape)
-    return replace(out, carried=values.without(call.ties, out, dims, call.mixes()), why=f"the output of {call.where}")
 
 
 @couples("_weight_norm")

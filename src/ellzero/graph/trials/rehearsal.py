@@ -58,7 +58,8 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     bench.graph = graph.with_axes(axes)
     if len(good) < len(survivors):  # what is small by now must be small along these alone
         bench.survives_parts([k for s in good for k in s])
-    vanishing, closing = [], {s: bench.closes(s) for s in good + lone}
+    normed = {k for k, a in enumerate(axes) if a.closing}  # of which one unit stays
+    vanishing, closing = [], {s: bench.closes(s) for s in good + lone if normed.isdisjoint(s)}
     for layers in (False, True):  # apart: where no layer goes, a trace tells more
         whole = [s for s, closes in closing.items() if closes is layers]
         vanishing += _sift(whole, [], bench.survives_vanishing, {})
@@ -243,7 +244,7 @@ class _Bench:
         small = lean(self.original)
         plan.apply(small)
         with seeded(small):
-            return strays(self.graph, plan, small, self.inputs)
+            return strays(self.graph, plan, small, self.inputs, plan.renamed(self.original, small))
 
     def closes(self, axes: Sequence[int]) -> bool | None:
         """Whether layers go with all units of these axes; None if nothing carries on without them."""
@@ -297,7 +298,7 @@ class _Bench:
             masked, usual = scene.masked(self.graph, plan.units, plan.closed)
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed", []
-            if what := usual.departure(calls):
+            if what := usual.departure(calls, plan.renamed(scene.model, small.model)):
                 return f"the model does something else with a unit of it removed: {what}", []
             small.last = None  # outputs may be large, and nobody asks for these again
             if scene.done is not None:

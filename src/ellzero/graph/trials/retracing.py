@@ -9,6 +9,7 @@ This file looks at no number that flows through a network.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from itertools import zip_longest
 from math import prod
 
@@ -25,8 +26,10 @@ _NONE = Step(())
 _RESHAPES = dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), "reshape")  # one thing by several names
 
 
-def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs) -> str | None:
-    """How the forward of `small`, on which `plan` was carried out, departs from the traced one; None if it does not."""
+def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs, renamed: Mapping[float, float]) -> str | None:
+    """How the forward of `small`, on which `plan` was carried out, departs from the traced one; None if it does not.
+    `renamed` tells of numbers in `small` what they were.
+    """
     ties = Ties(shapes(small), graph.parameters, like=graph.steps)
     try:
         walk(small, ties, inputs, time.monotonic() + 600)
@@ -38,7 +41,7 @@ def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs) -> str | 
     for whole, left in zip_longest(graph.steps, ties.steps, fillvalue=_NONE):
         if _RESHAPES.get(whole.op, whole.op) != _RESHAPES.get(left.op, left.op):
             return f"the model takes another path with a unit of it removed (`{left.op}` instead of `{whole.op}`)"
-        if whole.numbers != left.numbers:
+        if whole.numbers != left.numbers and whole.numbers != tuple(renamed.get(n, n) for n in left.numbers):
             return f"`{whole.op}` gets another number with a unit of it removed ({whole.numbers} become {left.numbers})"
         if not all(_same(a, b, plan.units, units) for a, b in zip_longest(whole.made, left.made)):
             return f"`{whole.op}` takes other units with a unit of it removed: it looks at places, not at shares"

@@ -159,12 +159,14 @@ class Calls(TorchFunctionMode):
         self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
         return out
 
-    def departure(self, other: Calls) -> str | None:
-        """Where another forward leaves this way, in words; None if it takes the same."""
+    def departure(self, other: Calls, renamed: Mapping[float, float]) -> str | None:
+        """Where another forward leaves this way, in words; None if it takes the same. `renamed` tells of numbers there
+        what they are here.
+        """
         for (name, told, _), (now, gets, _) in zip_longest(self.made, other.made, fillvalue=("nothing", [], 0)):
             if name != now:
                 return f"it calls `{now}` instead of `{name}`"
-            if told != gets:
+            if told != gets and told != [renamed.get(number, number) for number in gets]:
                 return f"`{name}` gets {gets} instead of {told}"
         return None
 

@@ -158,7 +158,7 @@ class Scene:
     def masked(
         self, graph: Graph, alive: Mask, gone: frozenset[str] = frozenset(), lends: Lends | None = None
     ) -> tuple[list[Tensor], Calls]:
-        """What comes out with zeros where a weight reads a unit that is not alive, and the way that it takes outside of
+        """What comes out with zeros where gates close a unit that is not alive, and the way that it takes outside of
         the layers that are gone. `lends` sees each weight that is lent, as it was.
         """
         key = alive.tobytes(), gone
@@ -233,17 +233,16 @@ def moving(graph: Graph, scene: Scene) -> set[int]:
 
     def note(weight: Tensor, tensor: str) -> None:
         assert weight.grad is not None
-        dims = graph.reading[tensor]
-        rest = [d for d in range(weight.ndim) if d not in dims]
         slope = (weight.grad * weight.detach()).abs()
-        moves = (slope.sum(rest) if rest else slope).cpu().numpy() > 0
-        units = graph.units[tensor][dims]
-        moved.update(np.unique((units if done is None else remaining(units, tensor, dims, done))[moves]).tolist())
+        for dims, units in graph.closing[tensor].items():
+            rest = [d for d in range(weight.ndim) if d not in dims]
+            moves = (slope.sum(rest) if rest else slope).cpu().numpy() > 0
+            moved.update(np.unique((units if done is None else remaining(units, tensor, dims, done))[moves]).tolist())
         weight.grad = None  # at once: all of them are as large as the model
 
     members = dict(model.named_parameters())
     needed = {name: p.requires_grad for name, p in members.items()}
-    asked = {site.tensor for axis in graph.axes if axis.frozen is None for site in axis.readers}
+    asked = {site.tensor for axis in graph.axes if axis.frozen is None for site in axis.multiplied}
     for name, p in members.items():
         p.requires_grad_(name in asked and p.is_floating_point())
     hooks = [
@@ -277,33 +276,36 @@ def closed(
     lent: Loans | None = None,
     lends: Lends | None = None,
 ) -> Iterator[None]:
-    """Has zeros, in place, where a weight reads a unit that is not alive. `done` was removed from the model already."""
+    """Has zeros, in place, where gates close units that are not alive. `done` was removed from the model already."""
     members, lent = dict(model.named_parameters()), lent or Loans()
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
-    closing: dict[str, Mask] = {}
-    for tensor, dims in graph.reading.items():
-        units = graph.units[tensor][dims] if done is None else remaining(graph.units[tensor][dims], tensor, dims, done)
-        gone = ~(alive[units] | (units < 0))
-        if gone.any():
-            closing[tensor] = gone
+    closing: dict[str, list[tuple[int, Mask]]] = {}
+    for tensor, sites in graph.closing.items():
+        for dims, whole in sites.items():
+            units = whole if done is None else remaining(whole, tensor, dims, done)
+            gone = ~(alive[units] | (units < 0))
+            if gone.any():
+                closing.setdefault(tensor, []).append((dims[0], gone))
     with torch.no_grad():
         for tensor in closing.keys() - lent.weights.keys():
-            weight, dim = members[tensor], graph.reading[tensor][0]
-            rows = _rows(closing[tensor], weight)
-            saved.append((weight, dim, rows, _exact(weight.index_select(dim, rows))))
-            _close(graph, closing, tensor, weight)
+            weight = members[tensor]
+            for dim, gone in closing[tensor]:
+                rows = _rows(gone, weight)
+                saved.append((weight, dim, rows, _exact(weight.index_select(dim, rows))))
+                _close(weight, dim, gone)
 
     def change(name: str, weight: Tensor) -> None:
         if lends is not None:
             lends(name, weight)
-        _close(graph, closing, name, weight)
+        for dim, gone in closing.get(name, ()):
+            _close(weight, dim, gone)
 
     try:
         with lent.lent(model, change):
             yield
     finally:
         with torch.no_grad():
-            for was, dim, rows, entries in saved:
+            for was, dim, rows, entries in reversed(saved):
                 was.index_copy_(dim, rows, entries.to(was))
 
 
@@ -311,14 +313,12 @@ def _rows(gone: Mask, weight: Tensor) -> Tensor:
     return torch.as_tensor(np.flatnonzero(gone if gone.ndim == 1 else gone.any(1)), device=weight.device)
 
 
-def _close(graph: Graph, closing: dict[str, Mask], tensor: str, weight: Tensor) -> None:
-    """Puts zeros into a weight where it reads what is closed."""
-    if tensor in closing:
-        gone = closing[tensor]
-        if gone.ndim == 1:
-            weight.index_fill_(graph.reading[tensor][0], _rows(gone, weight), 0)
-        else:
-            weight.mul_(torch.as_tensor(~gone).reshape(*gone.shape, *[1] * (weight.ndim - 2)).to(weight))
+def _close(weight: Tensor, dim: int, gone: Mask) -> None:
+    """Puts zeros into a weight along `dim`, or, of a grouped convolution, by row and column."""
+    if gone.ndim == 1:
+        weight.index_fill_(dim, _rows(gone, weight), 0)
+    else:
+        weight.mul_(torch.as_tensor(~gone).reshape(*gone.shape, *[1] * (weight.ndim - 2)).to(weight))
 
 
 def remaining(units: Numbers, tensor: str, dims: tuple[int, ...], done: Plan) -> Numbers:
