@@ -26,8 +26,14 @@ def by_definition(gated: l0.Gated) -> tuple[Tensor, list[Tensor]]:
         entries = weights[site.tensor].movedim(site.dims, tuple(range(len(site.dims))))
         return bool((entries[torch.as_tensor(site.units == unit)] != 0).any())
 
-    units = [a.frozen is not None or any(is_read(s, u) for s in a.readers) for a in gated.axes for u in range(a.size)]
-    inputs = [(weights[t].movedim(gated.graph.reading[t][0], 0).flatten(1) != 0).any(1) for t in gated.liveness.entries]
+    # Where a norm looks at all units, one is alive if it is written.
+    sites = [a.closing or a.readers for a in gated.axes]
+    units = [
+        a.frozen is not None or any(is_read(s, u) for s in at)
+        for a, at in zip(gated.axes, sites, strict=True)
+        for u in range(a.size)
+    ]
+    inputs = [(weights[t].movedim(d, 0).flatten(1) != 0).any(1) for t, d in gated.liveness.entries]
     return torch.tensor(units), inputs
 
 
@@ -59,6 +65,13 @@ CASES: list[tuple[str, nn.Module, tuple[int, ...], dict[str, Any]]] = [
     ("shared", Shared(), (3,), {}),
     ("tied", Tied(), (3,), {}),
     ("unstructured", mlp(2, 3, 2), (2,), {"where": l0.weights("2.weight")}),
+    ("norm", nn.Sequential(nn.Linear(2, 3), nn.RMSNorm(3), nn.Linear(3, 2)), (2,), {}),
+    (
+        "parts",
+        nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 2)),
+        (2,),
+        {"where": lambda graph: [p for p in l0.shrinkable(parts=True)(graph) if p.name != "0.inputs"]},
+    ),
 ]
 
 
@@ -83,7 +96,7 @@ def test_the_closed_forms_of_the_docstring() -> None:
     start = gated.graph.offsets[axis]
     torch.testing.assert_close(units[start : start + 2], p["conv2"] * (1 - (1 - p["fc"].reshape(2, 2)).prod(1)))
     torch.testing.assert_close(
-        inputs[list(gated.liveness.entries).index("fc.weight")], p["conv2"].repeat_interleave(2) * p["fc"]
+        inputs[list(gated.liveness.entries).index(("fc.weight", 1))], p["conv2"].repeat_interleave(2) * p["fc"]
     )
 
 

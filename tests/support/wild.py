@@ -252,7 +252,7 @@ class Drawer:
             return
         name, adds, ends = f"n{len(self.net.layers)}", choose.random() < 0.7, choose.random() < 0.5
         act = choose.choice([nn.ReLU(), nn.SiLU(), nn.Sigmoid(), nn.Identity()])
-        hidden, kinds = choose.choice([2, 4, 5]), [choose.choice(NORMS) for _ in range(2)]
+        hidden, kinds = choose.choice([2, 4, 5]), [choose.choice([*NORMS, "layer"]) for _ in range(2)]
         between = choose.choice([nn.Identity(), nn.Identity(), nn.Tanh(), nn.Sigmoid(), nn.Dropout(0.2)])
         self.net.layers[name] = nn.Sequential(
             norm(self.width, kinds[0]),
@@ -317,6 +317,8 @@ def judged(seed: int) -> tuple[Outcome, str]:
 
     kind = drawer.random.choice(["shrinkable", "streams", "per_layer"])
     where = {"streams": l0.shrinkable(streams=True), "per_layer": l0.per_layer()}.get(kind, l0.shrinkable())
+    if kind != "per_layer" and random.Random(f"parts {seed}").random() < 0.25:
+        kind, where = f"{kind} in parts", l0.shrinkable(streams=kind == "streams", parts=True)
     about = f"seed {seed}, {kind}, {dtype}: {' > '.join(name for name, _ in model.ops)}"
     example = inputs(2, ones=True)
     try:

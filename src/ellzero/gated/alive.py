@@ -52,7 +52,8 @@ class Liveness:
         common: for each unit the gates that all its readers share, padded with the index of 1.
         several: units with readers that differ beyond the common gates.
         rest: for each of them, by entry, the further gates on it; entries padded with the index of 0.
-        entries: for each weight that gets a `Select`, the gates on each of its inputs.
+        entries: for each weight that gets a `Select` or a `Scatter`, and its dimension, the gates on each of its inputs
+            or outputs.
     """
 
     size: int
@@ -61,12 +62,12 @@ class Liveness:
     common: Numbers
     several: Numbers
     rest: Numbers
-    entries: dict[str, Numbers]
+    entries: dict[tuple[str, int], Numbers]
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arrays as tensors, for `extend`, `units` and `inputs`."""
         arrays = {"common": self.common, "several": self.several, "rest": self.rest}
-        arrays |= {f"entries {name}": index for name, index in self.entries.items()}
+        arrays |= {f"entries {name} {dim}": index for (name, dim), index in self.entries.items()}
         moved = {k: torch.as_tensor(a, device=device) for k, a in arrays.items()}
         return moved | {"ends": torch.tensor([1.0, 0.0], device=device, dtype=dtype)}
 
@@ -88,8 +89,8 @@ class Liveness:
         return alive
 
     def inputs(self, extended: Tensor, tables: dict[str, Tensor]) -> list[Tensor]:
-        """P(open) of every input of each weight that gets a `Select`."""
-        return [product(extended[tables[f"entries {name}"]], 1) for name in self.entries]
+        """P(open) of every input of each weight that gets a `Select`, or output of one that gets a `Scatter`."""
+        return [product(extended[tables[f"entries {name} {dim}"]], 1) for name, dim in self.entries]
 
     def weakest(self, evidence: Tensor) -> npt.NDArray[np.float64]:
         """For each unit the least evidence of the gates that all its readers share, which chooses among closed ones."""
@@ -110,6 +111,7 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
     # For every unit, the sets of gates that decide about each entry that reads it.
     readers: dict[int, set[frozenset[int]]] = defaultdict(set)
     at: dict[str, list[frozenset[int]]] = {}
+    entries: dict[tuple[str, int], Numbers] = {}
     frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
     for tensor, dims in {(t, dims): None for t, sites in graph.closing.items() for dims in sites} | acting:
         whole = graph.units[tensor][dims]
@@ -126,11 +128,12 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
         decides = [frozenset(g for g in gates if g >= 0) for gates in zip(*lists, strict=True)]
         if dims == graph.reading.get(tensor):
             at[tensor] = decides
+        elif (tensor, dims) in graph.written:
+            entries[tensor, dims[0]] = _lines(decides, one)
         for unit, gates in zip(units.flat[positions].tolist(), decides, strict=True):
             if unit >= 0 and not frozen[unit]:
                 readers[unit].add(gates)
     shared, several = _decided(readers, graph.offsets[-1])
-    entries = {}
     for tensor, gates_of in at.items():
         dims = graph.reading[tensor]
         if len(dims) > 1 or tensor not in graph.in_own_module or not any(gates_of):
@@ -139,7 +142,7 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
         here = graph.closing.get(tensor, {}).get(dims, np.full(len(units), -1)) >= 0  # else closed where it is written
         lines = zip(units, here.tolist(), gates_of, strict=True)
         if any(gates != shared[u] or u in several for u, reads, gates in lines if u >= 0 and (reads or gates)):
-            entries[tensor] = _lines(gates_of, one)
+            entries[tensor, dims[0]] = _lines(gates_of, one)
     common = _lines(shared, one)
     rest = _padded(list(several.values()), one, zero)
     return Liveness(size, one, tuple(columns), common, np.array(list(several), dtype=np.int64), rest, entries)
@@ -157,7 +160,8 @@ def _acting(
     for placement, start in zip(placements, starts, strict=False):
         for site in placement.multiplies:
             shape, dims = graph.shapes[site.tensor], graph.reading.get(site.tensor)
-            if dims == site.dims or site.dims in graph.closing.get(site.tensor, {}):
+            places = graph.closing.get(site.tensor, {})
+            if dims == site.dims or site.dims in places or (site.tensor, site.dims) in graph.written:
                 acting[site.tensor, site.dims].append(np.where(site.units < 0, -1, site.units + start))
             elif len(site.dims) != len(shape):
                 raise ValueError(

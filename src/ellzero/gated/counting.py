@@ -40,7 +40,7 @@ class Census:
         twice: by term and sort of pair, how often such a pair meets in the term, times its scale.
         sort: the sort of each pair.
         units: unit number of the members that are units; the inputs of `inputs` follow.
-        inputs: the weights whose inputs are members: name, reading dimension, number.
+        inputs: the weights whose inputs or outputs are members: name, dimension, number.
     """
 
     names: tuple[str, ...]
@@ -98,10 +98,10 @@ class _Builder:
         self.units = np.flatnonzero(gated)
         self.member = np.full(graph.offsets[-1] + 1, -1)  # the last entry: unit -1
         self.member[self.units] = np.arange(len(self.units))
-        self.inputs: dict[str, int] = {}
+        self.inputs: dict[tuple[str, int], int] = {}
         self.size = len(self.units)
-        for tensor, gates in live.entries.items():
-            self.inputs[tensor] = self.size
+        for place, gates in live.entries.items():
+            self.inputs[place] = self.size
             self.size += len(gates)
         self.rows: dict[bytes, int] = {}
         self.vectors: list[Numbers] = []
@@ -132,8 +132,8 @@ class _Builder:
         rows = []
         for d, units in dims:
             members = self.member[units]
-            if tensor in self.inputs and (d,) == self.graph.reading[tensor]:
-                members = self.inputs[tensor] + np.arange(len(units))
+            if (tensor, d) in self.inputs:
+                members = self.inputs[tensor, d] + np.arange(len(units))
             if (members >= 0).any():
                 rows.append(self.row(members))
             else:
@@ -146,8 +146,8 @@ class _Builder:
         """Members (m, u) such that u is alive only if m is: a unit and itself, a unit and an input that reads it."""
         own = np.arange(len(self.units))
         whole, part = [own], [own]
-        for tensor, start in self.inputs.items():
-            read = self.member[self.graph.units[tensor][self.graph.reading[tensor]]]
+        for (tensor, dim), start in self.inputs.items():
+            read = self.member[self.graph.units[tensor][(dim,)]]
             whole.append(read[read >= 0])
             part.append(start + np.flatnonzero(read >= 0))
         return np.stack([np.concatenate(whole), np.concatenate(part)])
@@ -179,7 +179,7 @@ class _Builder:
             scale[:, None] * met[:, meets],
             (np.cumsum(meets) - 1)[sort[here]],
             self.units,
-            tuple((t, self.graph.reading[t][0], self.graph.shapes[t][self.graph.reading[t][0]]) for t in self.inputs),
+            tuple((t, d, self.graph.shapes[t][d]) for t, d in self.inputs),
         )
 
 
@@ -207,9 +207,9 @@ def count_units(graph: Graph, live: Liveness) -> Census:
         members = builder.member[start : start + axis.size]
         if (members >= 0).any():
             builder.terms.append((axis.name, 1.0, builder.row(members), 0))
-    for tensor, start in builder.inputs.items():
-        size = graph.shapes[tensor][graph.reading[tensor][0]]
-        builder.terms.append((tensor.rpartition(".")[0] or tensor, 1.0, builder.row(start + np.arange(size)), 0))
+    for (tensor, dim), start in builder.inputs.items():
+        rows = builder.row(start + np.arange(graph.shapes[tensor][dim]))
+        builder.terms.append((tensor.rpartition(".")[0] or tensor, 1.0, rows, 0))
     return builder.build()
 
 

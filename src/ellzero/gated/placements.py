@@ -36,7 +36,7 @@ class Placement:
 Where = Callable[[Graph], Sequence[Placement]]
 
 
-def shrinkable(*, streams: bool = False) -> Where:
+def shrinkable(*, streams: bool = False, parts: bool = False) -> Where:
     """One gate per unit of every axis that can shrink, multiplied into all weights that read it.
 
     There is a placement per axis. `l0_norm` counts the weights that read the axis: those that a closed gate sets to
@@ -45,6 +45,9 @@ def shrinkable(*, streams: bool = False) -> Where:
 
     Args:
         streams: whether residual streams are gated too.
+        parts: whether linear layers at an axis that cannot shrink, such as the stream of a network with norms behind
+            its sums, read and write parts of it: a gate for each input, and each output that a norm reads. What is left
+            of a layer picks its inputs (`Select`) and places its outputs (`Scatter`); the axis stays as wide as it is.
 
     Example:
         >>> where = shrinkable(streams=True)
@@ -52,9 +55,26 @@ def shrinkable(*, streams: bool = False) -> Where:
 
     def where(graph: Graph) -> list[Placement]:
         chosen = [a for a in graph.axes if a.frozen is None and (streams or not a.stream)]
-        return [Placement(a.name, (a.size,), a.multiplied, a.multiplied) for a in chosen]
+        whole = [Placement(a.name, (a.size,), a.multiplied, a.multiplied) for a in chosen]
+        return whole + (_parts(graph) if parts else [])
 
     return where
+
+
+def _parts(graph: Graph) -> list[Placement]:
+    """The gates on inputs and outputs of linear layers one by one, where what they read or write cannot shrink."""
+    frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
+    found = []
+    for tensor in graph.shapes:
+        if len(graph.shapes[tensor]) != 2 or tensor not in graph.in_own_module or tensor in graph.two_faced:
+            continue
+        sides = {"inputs": graph.reading[tensor]} | ({"outputs": (0,)} if (tensor, (0,)) in graph.written else {})
+        for side, dims in sides.items():
+            units = graph.units[tensor][dims]
+            if (frozen[units] | (units < 0)).all():
+                site = Site(tensor, dims, np.arange(len(units)), "reads" if side == "inputs" else "writes")
+                found.append(Placement(f"{_layer(tensor)}.{side}", (len(units),), (site,), (site,)))
+    return found
 
 
 def per_layer(*, only: str = "*") -> Where:

@@ -199,6 +199,13 @@ class Graph:
         return {s.tensor: s.dims for a in self.axes for s in a.readers}
 
     @cached_property
+    def written(self) -> set[tuple[str, tuple[int, ...]]]:
+        """The linear layers that write what a norm reads and cannot shrink, as weights with their dimension."""
+        sites = [s for a in self.axes if a.frozen is not None for s in a.closing if s.role == "writes"]
+        whole = [s for s in sites if s.dims == (0,) and len(self.shapes[s.tensor]) == 2 and (s.units >= 0).all()]
+        return {(s.tensor, s.dims) for s in whole if s.tensor in self.in_own_module}
+
+    @cached_property
     def units(self) -> dict[str, dict[tuple[int, ...], Numbers]]:
         """For each tensor, the unit numbers (-1 where none) at the dimensions that carry units."""
         return self._numbered([a.sites for a in self.axes])
@@ -237,7 +244,7 @@ class Graph:
     def with_axes(self, axes: Iterable[Axis]) -> Graph:
         """The same graph with other words about its axes, whose sites are the same: what was worked out stays."""
         out = replace(self, axes=tuple(axes))
-        known = ("reading", "units", "closing", "balanced", "weight")
+        known = ("reading", "units", "closing", "balanced", "weight")  # not `written`: it goes by what is frozen
         out.__dict__.update({key: self.__dict__[key] for key in known if key in self.__dict__})
         return out
 

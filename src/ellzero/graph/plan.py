@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.resizing import resize
-from ellzero.graph.standins import put_closed, put_select
+from ellzero.graph.standins import put_closed, put_scatter, put_select
 
 Mask = npt.NDArray[np.bool_]
 
@@ -70,6 +70,8 @@ class Plan:
         columns: for the weight of a grouped convolution, the column indices that stay in each *kept* row.
         selects: for each weight in front of which a `Select` goes, the inputs that it goes on reading. Its entry in
             `rows` is the same.
+        scatters: for each weight behind which a `Scatter` goes, the outputs that it goes on writing, and of how many.
+            Its entry in `rows` is the same.
         closed: layers (module names) that read or write nothing any more.
         sizes: by module and attribute, the size that is stored there, as it was and as it becomes.
         norms: over how many units, and what else is known of each norm whose weight and eps must follow.
@@ -79,6 +81,7 @@ class Plan:
     rows: dict[str, dict[int, Numbers]] = field(default_factory=dict)
     columns: dict[str, Numbers] = field(default_factory=dict)
     selects: dict[str, Numbers] = field(default_factory=dict)
+    scatters: dict[str, tuple[Numbers, int]] = field(default_factory=dict)
     closed: frozenset[str] = frozenset()
     sizes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     norms: tuple[Shrunk, ...] = ()
@@ -113,12 +116,12 @@ class Plan:
         """What of this plan is left to do in a network where `done` has been carried out.
 
         Args:
-            done: a plan of the same network that keeps all that this one does, without `columns`, `selects` and
-                `closed`.
+            done: a plan of the same network that keeps all that this one does, without `columns`, `selects`,
+                `scatters` and `closed`.
         """
         if done is None:
             return self
-        if done.columns or done.selects or done.closed or (self.units & ~done.units).any():
+        if done.columns or done.selects or done.scatters or done.closed or (self.units & ~done.units).any():
             raise ValueError("`done` must keep every unit that this plan keeps, and every layer as it is")
         rows: dict[str, dict[int, Numbers]] = {}
         for name, dims in self.rows.items():
@@ -139,6 +142,8 @@ class Plan:
         self._set_eps(modules, self.norms)
         for name, index in self.selects.items():
             put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
+        for name, (index, outputs) in self.scatters.items():
+            put_scatter(modules[name.rpartition(".")[0]], torch.as_tensor(index), outputs)
         for path in self.closed:
             put_closed(model, path)
 
@@ -207,7 +212,7 @@ def make_plan(
     graph: Graph,
     alive: Mask,
     *,
-    entries: Mapping[str, Mask] | None = None,
+    entries: Mapping[tuple[str, int], Mask] | None = None,
     evidence: npt.NDArray[np.float64] | None = None,
     refuse: bool = True,
 ) -> Plan:
@@ -216,8 +221,9 @@ def make_plan(
     Units come back: until each group of a grouped convolution has as many channels as the fullest ("padding"), those
     that weigh least first and of them those with most evidence (none with −∞, but for want of others); and the one with
     most evidence for an axis that is closed as a whole where its layers cannot be taken out. Units of frozen axes
-    always stay. `entries` says which of its inputs a weight that gets a `Select` goes on reading. A
-    closed axis that nothing carries on without is a `ClosedAxisError`, or keeps one unit without `refuse`.
+    always stay. `entries` says which of its inputs a weight that gets a `Select` goes on reading, and which of its
+    outputs one that gets a `Scatter` goes on writing. A closed axis that nothing carries on without is a
+    `ClosedAxisError`, or keeps one unit without `refuse`.
     """
     entries = entries or {}
     evidence = np.zeros(len(alive)) if evidence is None else evidence
@@ -249,9 +255,9 @@ def make_plan(
     return _carry_through(graph, kept, entries)
 
 
-def _dead_readers(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> list[str]:
-    """The weights that read nothing any more."""
-    dead = {name for name, mask in entries.items() if not mask.any()}
+def _dead_readers(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], Mask]) -> list[str]:
+    """The weights that read nothing any more, or write nothing."""
+    dead = {name for (name, _), mask in entries.items() if not mask.any()}
     for tensor, dims in graph.reading.items():
         units = graph.units[tensor][dims]
         if not (kept[units] | (units < 0)).any():
@@ -287,11 +293,12 @@ def even_out(mask: Mask, balances: Sequence[Numbers], order: npt.NDArray[np.floa
         mask[tight[np.argmin(order[tight])]] = True
 
 
-def _carry_through(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> Plan:
+def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], Mask]) -> Plan:
     """From units to indices, tensor by tensor."""
     rows: dict[str, dict[int, Numbers]] = {}
     columns: dict[str, Numbers] = {}
     selects: dict[str, Numbers] = {}
+    scatters: dict[str, tuple[Numbers, int]] = {}
     closed: set[str] = set()
     for tensor, sites in graph.units.items():
         stays = {dims: kept[units] | (units < 0) for dims, units in sites.items()}
@@ -301,14 +308,20 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> Pla
                 if not inside.all():
                     columns[tensor] = np.stack([np.flatnonzero(line) for line in inside])
                 continue
-            if tensor in entries and dims == graph.reading[tensor]:
-                arriving, stay = np.flatnonzero(stay), stay & entries[tensor]
+            if (tensor, dims[0]) in entries and dims == graph.reading[tensor]:
+                arriving, stay = np.flatnonzero(stay), stay & entries[tensor, dims[0]]
                 if 0 < stay.sum() < len(arriving):
                     selects[tensor] = np.searchsorted(arriving, np.flatnonzero(stay))
+            elif (tensor, dims[0]) in entries and not entries[tensor, dims[0]].all():
+                stay = entries[tensor, dims[0]].copy()
+                stay[0] |= not stay.any()  # an output that is zero; a layer without any has no shape
+                scatters[tensor] = np.flatnonzero(stay), len(stay)
             if not stay.all():
                 rows.setdefault(tensor, {})[dims[0]] = np.flatnonzero(stay)
             if not stay.any():
                 closed.add(tensor.rpartition(".")[0])
+    for tensor in [t for t in scatters if t.rpartition(".")[0] in closed]:  # it reads nothing: its bias is all it gives
+        del scatters[tensor], rows[tensor][0]
     sizes = {(s.module, s.attribute): (len(s.units), int(kept[s.units].sum())) for s in graph.stored}
     sizes = {place: (was, now) for place, (was, now) in sizes.items() if was != now}
     norms = (
@@ -316,4 +329,4 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[str, Mask]) -> Pla
         for n in graph.norms
     )
     changed = tuple(n for n in norms if n.was != n.now)
-    return Plan(kept, rows, columns, selects, frozenset(closed), sizes, changed)
+    return Plan(kept, rows, columns, selects, scatters, frozenset(closed), sizes, changed)

@@ -1,6 +1,6 @@
-"""What stands in for a part that was taken out: `Select` picks inputs, `Closed` is a layer of which nothing is left,
-`FewerHeads` is an `nn.MultiheadAttention` whose heads are not its width any more. `RootMeanSquare` is an `nn.LayerNorm`
-that subtracts no mean.
+"""What stands in for a part that was taken out: `Select` picks inputs, `Scatter` places outputs, `Closed` is a layer of
+which nothing is left, `FewerHeads` is an `nn.MultiheadAttention` whose heads are not its width any more.
+`RootMeanSquare` is an `nn.LayerNorm` that subtracts no mean.
 """
 
 from __future__ import annotations
@@ -45,6 +45,41 @@ def put_select(layer: nn.Module, index: Tensor) -> None:
     dim = -1 if isinstance(layer, nn.Linear) else 1 - weight.ndim
     layer.add_module("select", Select(index.to(weight.device), dim))
     layer.register_forward_pre_hook(select_first, with_kwargs=True)
+
+
+@final
+class Scatter(nn.Module):
+    """Puts the outputs that a linear layer still writes at their places, with zeros elsewhere, and adds the bias.
+
+    The mirror of `Select`: it stands where what a layer writes to cannot shrink, such as a stream with norms behind
+    its sums.
+    """
+
+    index: Tensor
+
+    def __init__(self, index: Tensor, outputs: int, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_buffer("index", index)
+        self.outputs, self.bias = outputs, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros((*x.shape[:-1], self.outputs)).index_copy(-1, self.index, x)
+        return out if self.bias is None else out + self.bias
+
+
+def scatter_last(module: nn.Module, args: Any, out: Tensor) -> Any:
+    """The forward hook of a layer with a `Scatter`."""
+    scatter: Any = module.scatter
+    return scatter(out)
+
+
+def put_scatter(layer: nn.Module, index: Tensor, outputs: int) -> None:
+    """Gives a linear layer a `Scatter` as its child `scatter`, run behind it, which takes over its bias."""
+    weight: Any = layer.weight
+    bias = layer._parameters["bias"]
+    layer._parameters["bias"] = None
+    layer.add_module("scatter", Scatter(index.to(weight.device), outputs, bias))
+    layer.register_forward_hook(scatter_last)
 
 
 @final

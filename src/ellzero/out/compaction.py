@@ -50,8 +50,8 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
     """A plain network of the model's own class with the closed units taken out; in evaluation the same function.
 
     The test-time gates are multiplied into the weights first, then every parameter and buffer loses the entries of
-    closed units. A layer that reads single entries of something that cannot shrink gets a `Select`; layers of a
-    residual branch that is closed as a whole are taken out.
+    closed units. A layer that reads single entries of something that cannot shrink gets a `Select`, one that writes
+    single ones a `Scatter`; layers of a residual branch that is closed as a whole are taken out.
 
     Args:
         gated: the network; it is left as it is.

@@ -87,7 +87,7 @@ class Report:
 
     model: str  #: class of the network
     axes: tuple[AxisRow, ...]  #: units by axis
-    inputs: tuple[Count, ...]  #: inputs by layer, where a `Select` picks them one by one
+    inputs: tuple[Count, ...]  #: inputs by layer, where a `Select` picks them one by one; so outputs with a `Scatter`
     gates: tuple[GateRow, ...]  #: gates by placement
     params: Count  #: parameters of the network
     macs: Count | None  #: multiply-accumulates for one example; `None` if the axes were given by hand
@@ -139,7 +139,8 @@ class Report:
         axes = [[*_cells(a), a.state if a.why is None else f"{a.state}: {a.why}"] for a in self.axes]
         yield f"{self.model}: units by axis", ["axis", *counts, "state"], axes
         if self.inputs:
-            yield "Inputs picked one by one", ["layer", *counts], [_cells(row) for row in self.inputs]
+            outputs = " and outputs" if any(row.name.endswith(", outputs") for row in self.inputs) else ""
+            yield f"Inputs{outputs} picked one by one", ["layer", *counts], [_cells(row) for row in self.inputs]
         units = [(a.name, a.dense, a.kept) for a in self.axes if a.state in ("gated", "closed")]
         if [(g.name, g.dense, g.kept) for g in self.gates] != units:
             header = ["placement", "gates", "expected open", "kept open"]
@@ -235,7 +236,8 @@ def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple
     for number, (tensor, dim, size) in enumerate(census.inputs):
         kept = len(plan.rows[tensor][dim]) if dim in plan.rows.get(tensor, {}) else size
         mean = None if units is None else float(expected_inputs[number].double().sum())
-        inputs.append(Count(tensor.rpartition(".")[0] or tensor, size, mean, kept))
+        side = "" if (dim,) == gated.graph.reading.get(tensor) else ", outputs"
+        inputs.append(Count((tensor.rpartition(".")[0] or tensor) + side, size, mean, kept))
     return tuple(rows), tuple(inputs)
 
 

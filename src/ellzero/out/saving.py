@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ellzero.gated.module import Gated
 from ellzero.graph.axes import EPS
 from ellzero.graph.resizing import resize, resizer
-from ellzero.graph.standins import Closed, RootMeanSquare, Select, put_closed, put_select
+from ellzero.graph.standins import Closed, RootMeanSquare, Scatter, Select, put_closed, put_scatter, put_select
 from ellzero.graph.tracing import canonical_names
 from ellzero.out import fingerprint
 from ellzero.out.files import write_bytes
@@ -71,12 +71,14 @@ class Structure:
     groups: dict[str, int] = field(default_factory=dict)  # of every convolution: its shapes alone do not say them
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # numbers that other modules keep, such as of heads
     eps: dict[str, dict[str, float | None]] = field(default_factory=dict)  # of norms that follow their width
+    scatters: list[str] = field(default_factory=list)  # layers with a `Scatter` behind, which has their bias
 
     def plausible(self) -> bool:
         """Whether all is of the types above, as a file may not have it."""
-        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict, dict, dict]:
+        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict, dict, dict, list]:
             return False
-        words, numbers = [*self.selects, *self.tied.values()], [*self.closed.values(), *self.groups.values()]
+        words = [*self.selects, *self.scatters, *self.tied.values()]
+        numbers = [*self.closed.values(), *self.groups.values()]
         if {type(kept) for kept in (*self.sizes.values(), *self.eps.values())} - {dict}:
             return False
         if {type(eps) for kept in self.eps.values() for eps in kept.values()} - {float, type(None)}:
@@ -122,13 +124,15 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
     if stateful := [key for key, value in small.state_dict().items() if not isinstance(value, Tensor)]:
         raise ValueError(f"`small` keeps state that is not a tensor, which the file cannot hold: {', '.join(stateful)}")
 
-    members, names = members_of(small), canonical_names(small)
+    members = {_at_home(name, small): tensor for name, tensor in members_of(small).items()}
+    names = {_at_home(name, small): _at_home(first, small) for name, first in canonical_names(small).items()}
     # Copies: safetensors wants its tensors contiguous and in memory of their own.
     tensors = {name: members[name].detach().to("cpu", copy=True).contiguous() for name in dict.fromkeys(names.values())}
     structure = Structure(type(small).__qualname__, tied={n: first for n, first in names.items() if n != first})
     for layer, module in small.named_modules(remove_duplicate=False):
-        if isinstance(module, Select):
-            structure.selects.append(layer.rpartition(".")[0])
+        if isinstance(module, Select | Scatter):
+            kind = structure.selects if isinstance(module, Select) else structure.scatters
+            kind.append(layer.rpartition(".")[0])
         elif isinstance(module, Closed):
             structure.closed[layer] = module.outputs
         elif type(module) is nn.Identity:
@@ -168,7 +172,7 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     if any(isinstance(m, Gated) for m in model.modules()):
         raise TypeError("`model` must be a fresh dense network of the user's own class, got one with gates")
-    if any(isinstance(m, Select | Closed) for m in model.modules()):
+    if any(isinstance(m, Select | Scatter | Closed) for m in model.modules()):
         raise ValueError("`model` must be a fresh dense network, got one that was made smaller already")
     source = _as_path(path)
     structure, tensors, layers, answers = _read(source)
@@ -225,6 +229,9 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
             setattr(modules[layer], key, kept[key])
     for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
         put_select(modules[layer], tensors[names[f"{layer}.select.index"]])
+    for layer in {id(modules[layer]): layer for layer in structure.scatters}.values():
+        outputs = members[f"{layer}.weight"].shape[0]
+        put_scatter(modules[layer], tensors[names[f"{layer}.scatter.index"]], outputs)
 
 
 _CONTRACTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -248,6 +255,16 @@ def _eps(module: nn.Module) -> dict[str, float | None]:
     follows = resizer(module) is None or isinstance(module, nn.RMSNorm | RootMeanSquare)
     kept = {key: value for key, value in vars(module).items() if EPS.search(key)} if follows else {}
     return {key: value for key, value in kept.items() if type(value) in (float, type(None))}
+
+
+def _at_home(name: str, model: nn.Module) -> str:
+    """A name as in the dense network: a `Scatter` has the bias of its layer."""
+    path, _, key = name.rpartition(".")
+    return f"{path.removesuffix('.scatter')}.{key}" if key == "bias" and _is_scatter(model, path) else name
+
+
+def _is_scatter(model: nn.Module, path: str) -> bool:
+    return path.endswith(".scatter") and isinstance(model.get_submodule(path), Scatter)
 
 
 def members_of(model: nn.Module) -> dict[str, Tensor]:
@@ -298,7 +315,14 @@ def _check(
 ) -> None:
     """Refuses tensors that do not fit, before anything is changed."""
     modules, members = dict(model.named_modules(remove_duplicate=False)), members_of(model)
-    for layer in [*structure.selects, *structure.closed, *structure.groups, *structure.sizes, *structure.eps]:
+    for layer in [
+        *structure.selects,
+        *structure.closed,
+        *structure.groups,
+        *structure.sizes,
+        *structure.eps,
+        *structure.scatters,
+    ]:
         if layer not in modules:
             refuse(f"there is a layer `{layer}`")
     expected = set(members)
@@ -316,7 +340,8 @@ def _check(
         if not isinstance(conv := modules[layer], _GROUPED) or not 1 <= groups <= conv.groups:
             refuse(f"`{layer}` is a convolution in {groups} groups")
     selects = {f"{layer}.select.index": layer for layer in structure.selects}
-    expected |= set(selects)
+    scatters = {f"{layer}.scatter.index": layer for layer in structure.scatters}
+    expected |= {*selects, *scatters}
     if expected != stored.keys():
         missing, unexpected = sorted(expected - stored.keys()), sorted(stored.keys() - expected)
         refuse(f"missing {_few(missing)}, unexpected {_few(unexpected)}")
@@ -330,13 +355,14 @@ def _check(
             refuse(f"`{name}` has shape {tuple(new.shape)}, which does not fit into {tuple(old.shape)}")
         if new.is_floating_point() != old.is_floating_point() or new.is_complex() != old.is_complex():
             refuse(f"`{name}` is of {new.dtype}, here it is of {old.dtype}")
-    for name, layer in selects.items():
-        if not isinstance(modules[layer], _CONTRACTING) or layer in structure.closed:
-            refuse(f"`{layer}` is a linear or convolutional layer")
-        index, weight = tensors[stored[name]], f"{layer}.weight"
-        inputs, kept = members[weight].shape[1], tensors[stored[weight]].shape[1]
-        if index.dtype != torch.int64 or index.shape != (kept,) or not bool(((index >= 0) & (index < inputs)).all()):
-            refuse(f"`{name}` does not pick {kept} of at most {inputs} inputs")
+    for dim, kind, picks in ((0, nn.Linear, scatters), (1, _CONTRACTING, selects)):
+        for name, layer in picks.items():
+            if not isinstance(modules[layer], kind) or layer in structure.closed:
+                refuse(f"`{layer}` is a {'linear' if dim == 0 else 'linear or convolutional'} layer")
+            index, weight = tensors[stored[name]], f"{layer}.weight"
+            most, kept = members[weight].shape[dim], tensors[stored[weight]].shape[dim]
+            if index.dtype != torch.int64 or index.shape != (kept,) or not bool(((index >= 0) & (index < most)).all()):
+                refuse(f"`{name}` does not pick {kept} of at most {most} {'inputs' if dim else 'outputs'}")
 
 
 def _few(names: list[str]) -> str:

@@ -23,8 +23,8 @@ def propose(gated: Gated, closed: Mask, multiple: int = 1) -> Plan:
     """The plan that takes out every unit which these gates close, but for what rounding keeps.
 
     The width of every axis is rounded up to a multiple, as far as there are units; the most probable of the closed
-    ones stay for that. So the last units of an axis always stay. Single inputs behind gates of their own (a `Select` in
-    `compact`) stay as well: they save next to nothing.
+    ones stay for that. So the last units of an axis always stay. Single inputs and outputs behind gates of their own
+    (a `Select` or `Scatter` in `compact`) stay as well: they save next to nothing.
     """
     with torch.no_grad():
         opens = torch.as_tensor(~closed).to(gated.tables["ends"])

@@ -330,9 +330,12 @@ def _columns(gated: Gated, made: Report) -> tuple[list[AxisRow], list[AxisRow]]:
         return min((2 * position.get(s.tensor, last) + (s.role != "reads") for s in axis.sites), default=2 * last)
 
     places = {axis.name: place(axis) for axis in gated.axes}
-    picks, why = {}, "the layer picks its inputs one by one"
+    picks = {}
     for row in made.inputs:
-        picks[row.name] = AxisRow(f"{row.name}: inputs read", row.dense, row.expected, row.kept, "gated", why)
+        layer, _, outputs = row.name.partition(", ")
+        why = f"the layer {'places its outputs' if outputs else 'picks its inputs'} one by one"
+        name = f"{layer}: {'outputs written' if outputs else 'inputs read'}"
+        picks[row.name] = AxisRow(name, row.dense, row.expected, row.kept, "gated", why)
     found: list[tuple[float, AxisRow, list[AxisRow]]] = []
     for axis in made.axes:
         lines, layer = [axis], axis.name.removesuffix(".input")
@@ -340,8 +343,11 @@ def _columns(gated: Gated, made: Report) -> tuple[list[AxisRow], list[AxisRow]]:
             lines.append(picks.pop(layer))
             axis = replace(axis, expected=lines[1].expected, kept=lines[1].kept, state="gated")
         found.append((places[axis.name], axis, lines))
-    for layer, pick in picks.items():
-        found.append((places.get(layer, 2.0 * last) - 0.5, replace(pick, name=f"{layer} inputs"), [pick]))
+    for name, pick in picks.items():
+        layer, _, outputs = name.partition(", ")
+        found.append(
+            (places.get(layer, 2.0 * last) - 0.5, replace(pick, name=f"{layer} {outputs or 'inputs'}"), [pick])
+        )
     found.sort(key=lambda one: one[0])
     return [column for _, column, _ in found], [line for _, _, lines in found for line in lines]
 

@@ -1,0 +1,172 @@
+"""Layers that read and write parts of a stream that cannot shrink, as one with norms behind its sums.
+
+The oracle multiplies what a layer reads, and what it writes before its bias, by hand.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ellzero as l0
+from ellzero.page.facts import _columns
+from support.oracles import assert_counted, assert_same, each, masked_by_hand, set_gates, settled
+
+PARTS = l0.shrinkable(parts=True)
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = True):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(6, 4), nn.Linear(4, 6, bias=bias), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.down(F.gelu(self.up(x))))
+
+
+class PostNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first = nn.Embedding(9, 6), nn.LayerNorm(6)
+        self.blocks, self.head = nn.Sequential(Block(), Block(bias=False)), nn.Linear(6, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.blocks(self.first(self.embed(words))).mean(1))
+
+
+def words(batch: int, length: int) -> Tensor:
+    return torch.randint(9, (batch, length), generator=torch.Generator().manual_seed(batch + length))
+
+
+def by_hand(model: nn.Module, z: dict[str, Tensor]) -> nn.Module:
+    out: Any = masked_by_hand(
+        model, z, {name: {name.removesuffix(".inputs"): each(1)} for name in z if name.endswith(".inputs")}
+    )
+    out = masked_by_hand(out, z, {f"blocks.{k}.up": {f"blocks.{k}.down": each(1)} for k in (0, 1)})
+    for name in (name for name in z if name.endswith(".outputs")):
+        layer = out.get_submodule(name.removesuffix(".outputs"))
+
+        def hook(m: nn.Linear, _: Any, y: Tensor, factor: Tensor = z[name]) -> Tensor:
+            bias = 0 if m.bias is None else m.bias
+            return (y - bias) * factor + bias
+
+        layer.register_forward_hook(hook)
+    return out
+
+
+CLOSED = {
+    "blocks.0.up": [1],
+    "blocks.0.up.inputs": [0, 1, 5],
+    "blocks.0.down.outputs": [2, 3],
+    "blocks.1.down.outputs": [0, 4, 5],
+    "head.inputs": [3],
+}
+
+
+@pytest.mark.parametrize("closed", [CLOSED, {"blocks.0.down.outputs": range(6)}, {"blocks.1.down.outputs": range(6)}])
+def test_layers_read_and_write_parts(closed: dict[str, Any]) -> None:
+    model = settled(PostNorm())
+    gated = l0.attach(model, words(2, 5), where=PARTS).eval()
+    names = {f"blocks.{k}.{n}" for k in (0, 1) for n in ("up", "up.inputs", "down.outputs")} | {"head.inputs"}
+    assert {name for name, _ in gated.named_gates()} == names
+    z = set_gates(gated, closed)
+    small: Any = l0.compact(gated)
+    theirs = by_hand(model, z)(words(3, 7))
+    assert_same(gated(words(3, 7)), theirs)
+    assert_same(small(words(3, 7)), theirs)
+    left = 6 - len(closed.get("blocks.0.down.outputs", ()))
+    assert small.blocks[0].down.weight.shape[0] == max(left, 1)  # a layer without outputs has no shape
+    if left:
+        assert_counted(gated, small, (words(2, 5),))
+
+
+def test_files_hold_them(tmp_path: Path) -> None:
+    gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS).eval()
+    set_gates(gated, CLOSED)
+    small = l0.compact(gated)
+    l0.save(small, tmp_path / "small.safetensors")
+    again = l0.load(PostNorm(), tmp_path / "small.safetensors").eval()
+    assert torch.equal(again(words(3, 7)), small(words(3, 7)))
+    assert again.state_dict().keys() == small.state_dict().keys()
+    with pytest.raises(ValueError, match="made smaller already"):
+        l0.load(again, tmp_path / "small.safetensors")
+
+    narrow = PostNorm()
+    narrow.blocks[0].down = nn.Linear(4, 2)  # than what is placed in it
+    with pytest.raises(ValueError, match="file of another network"):
+        l0.load(narrow, tmp_path / "small.safetensors")
+
+
+def test_parts_of_a_network_with_gates_elsewhere_cost_what_is_said() -> None:
+    """E[params] of two linear layers under independent gates, by hand."""
+    gated = l0.attach(PostNorm(), words(2, 5), where=PARTS)
+    p = {name: float(gate.prob_open().detach().sum()) for name, gate in gated.named_gates()}
+    blocks = 0.0
+    for k, bias in ((0, 6), (1, 0)):
+        hidden = p[f"blocks.{k}.up"]
+        blocks += hidden * p[f"blocks.{k}.up.inputs"] + hidden + hidden * p[f"blocks.{k}.down.outputs"] + bias
+    rest = 9 * 6 + 3 * 12 + 3 * p["head.inputs"] + 3
+    assert float(l0.params(gated).detach()) == pytest.approx(blocks + rest, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:gates settle after")
+def test_a_budget_over_parts() -> None:
+    torch.manual_seed(0)
+    gated = l0.attach(PostNorm(), words(2, 5), where=PARTS)
+    budget = l0.Budget(gated, macs=0.5, steps=10)
+    optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
+    budget.drive(optimizer)
+    for k in range(10):
+        optimizer.zero_grad()
+        F.cross_entropy(gated(words(4, 5)), words(4, 5)[:, k % 5] % 3).backward()
+        optimizer.step()
+    small = budget.finish()
+    whole = copy.deepcopy(small)
+    assert float(l0.macs(gated, kept=True)) <= 0.5 * l0.dense(l0.macs, gated)
+    assert torch.equal(whole.eval()(words(3, 7)), small.eval()(words(3, 7)))
+
+
+def test_what_a_live_network_cannot_follow_is_refused() -> None:
+    gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS)
+    set_gates(gated, {"blocks.0.down.outputs": [1]})
+    with pytest.raises(ValueError, match="leave layers and single inputs"):
+        gated.shrink(gated.plan())
+
+
+@pytest.mark.slow
+def test_parts_of_bert() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 12}
+    model = settled(transformers.BertModel(transformers.BertConfig(vocab_size=20, **sizes), add_pooling_layer=False))
+    gated = l0.attach(model, {"input_ids": words(2, 5)}, where=PARTS).eval()
+    found = {name: gate.shape[0] for name, gate in gated.named_gates()}
+    layers = [name.removesuffix(".outputs") for name in found if name.endswith(".outputs")]
+    assert layers == [f"encoder.layer.0.{part}output.dense" for part in ("attention.", "")]
+    set_gates(gated, {name: range(0, n, 3) for name, n in found.items()})
+    small: Any = l0.compact(gated)
+    assert_same(small(input_ids=words(3, 7))[0], gated(input_ids=words(3, 7))[0])
+    assert float(l0.params(gated, kept=True)) == sum(p.numel() for p in small.parameters())
+
+
+def test_the_report_and_the_page_tell_inputs_from_outputs() -> None:
+    gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS).eval()
+    set_gates(gated, CLOSED)
+    made = l0.report(gated)
+    assert "Inputs and outputs picked one by one" in str(made)
+    kept = {row.name: row.kept for row in made.inputs}
+    assert (kept["blocks.0.down, outputs"], kept["blocks.0.up"]) == (4, 3)
+    _, table = _columns(gated, made)
+    assert {"blocks.0.down: outputs written", "head: inputs read"} <= {row.name for row in table}
+
+
+def test_a_layer_that_reads_nothing_places_nothing() -> None:
+    model = settled(PostNorm())
+    gated = l0.attach(model, words(2, 5), where=PARTS).eval()
+    z = set_gates(gated, {"blocks.0.up": range(4), "blocks.0.down.outputs": [1, 2]})
+    small = l0.compact(gated)
+    assert_same(small(words(3, 7)), by_hand(model, z)(words(3, 7)))
+    assert_counted(gated, small, (words(2, 5),))
