@@ -202,6 +202,11 @@ def test_what_is_won_and_lost_by_hand() -> None:
     assert over[2] == "over the MACs that are allowed: lenet5-20-narrow"
 
 
+def test_a_changed_budget_is_named_by_its_change() -> None:
+    titles = [showing.title(method) for method in ("budget", "stg", "budget-keep-90")]
+    assert titles == ["Budget", "Budget, stg", "Budget, keep-90"]
+
+
 @pytest.mark.slow
 def test_the_figure_shows_every_point(tmp_path: Path) -> None:
     files = showing.draw(RECORDS, tmp_path)

@@ -44,7 +44,7 @@ def cells(records: Sequence[Record]) -> dict[Cell, dict[str, Record]]:
 
 def title(method: str) -> str:
     """Of a method, in a heading; those of other families are called as in a recipe."""
-    return TITLES.get(method, f"Budget, {method}")
+    return TITLES.get(method, f"Budget, {method.removeprefix('budget-')}")
 
 
 def table(records: Sequence[Record], heading: str) -> Table:
