@@ -179,6 +179,27 @@ def test_what_compact_returns_is_compared_on_inputs_like_the_example(tmp_path: P
         assert (again(**inputs).logits - gated.eval()(**inputs).logits).abs().max() < 1e-6
 
 
+def test_a_uniform_budget_ends_in_the_stock_class(tmp_path: Path) -> None:
+    from ellzero.integrations.transformers import save_pretrained
+
+    network, inputs = decoder("Llama", (64, 64), intermediate_size=64, use_cache=False, tie_word_embeddings=True)
+    gated = l0.attach(network.train(), inputs)
+    budget = l0.Budget(gated, params={"*mlp*": 0.5, "*self_attn*": 0.6}, steps=6, uniform=True)
+    optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
+    budget.drive(optimizer)
+    for _ in range(6):
+        gated(**inputs, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    small = budget.finish()
+    assert save_pretrained(small, tmp_path)
+    again = type(small).from_pretrained(tmp_path)
+    config = again.config
+    assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads) == (32, 2, 1)
+    assert same(again, small.eval(), {"input_ids": IDS[:, :5]})
+    assert torch.equal(again.generate(IDS, max_length=14), small.generate(IDS, max_length=14))
+
+
 def damaged(file: Path) -> None:
     """Changes one number."""
     data = bytearray(file.read_bytes())

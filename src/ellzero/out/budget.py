@@ -64,6 +64,8 @@ class Budget:
             memory of Adafactor), they stay as masks until `finish`, with the same result: `print(budget)` says why.
         ema: decay of an average of the small network's weights, which `finish` hands over in their place; none if
             `None`.
+        uniform: whether layers whose names differ in numbers alone keep as many units, as stock classes of Hugging Face
+            ask for (`finalize`).
 
     Attributes:
         done: optimizer steps so far.
@@ -109,6 +111,7 @@ class Budget:
         gate_lr: float | None = None,
         shrink: bool = True,
         ema: float | None = None,
+        uniform: bool = False,
     ) -> None:
         if not isinstance(gated, Gated):
             raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
@@ -122,12 +125,12 @@ class Budget:
         self.steps = check_count("steps", steps)
         self.settles = max(1, round(learning * steps))
         self.gate_lr = min(FASTEST, TRAVEL / self.settles) if gate_lr is None else float(gate_lr)
-        self.gated, self.shrink, self.ema, self.done = gated, shrink, ema, 0
+        self.gated, self.shrink, self.ema, self.uniform, self.done = gated, shrink, ema, uniform, 0
         dual, fall = SelfPacedAscent(self.settles, self.gate_lr), GeometricWarmup(max(1.0, FALLING * self.settles))
         terms = partial(Constraint, on="kept", dual=dual, warmup=fall)
         self.constraints = [terms(cost, bound).bind(gated) for cost, bound in self.bounds.items()]
         for cost, bound in self.bounds.items():
-            refuse_unreachable(gated, bound, cost)
+            refuse_unreachable(gated, bound, cost, uniform=uniform)
         _claim(gated, self)
         gated.gate_lr, self._start = self.gate_lr, moves(gated)  # to see whether anything moves the gates
         self.masked: str | None = None  # why closed units stay in the live network until the end
@@ -136,8 +139,6 @@ class Budget:
         self._resumed = False  # as a smaller network, with an optimizer that nobody has looked at yet
         self._average: AveragedModel | None = None
         self._finished, self._termed = False, False  # ended; the term has been asked for since the last step
-
-    # ---- in the loop -----------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
@@ -214,7 +215,7 @@ class Budget:
             raise RuntimeError(f"`settle()` must come while gates learn, and this budget is {self.phase}")
         optimizer = self._driver.optimizer if optimizer is None and self._driver is not None else optimizer
         _warn_of_haste(self)
-        settle(self.gated, self.bounds)
+        settle(self.gated, self.bounds, uniform=self.uniform)
         _fix(self.gated)
         self.masked = _take_out(self.gated, optimizer) if self.shrink else "`shrink=False`"
         self._average = _averaged(self.gated.model, self.ema)
@@ -249,8 +250,6 @@ class Budget:
 
     def __repr__(self) -> str:
         return _shown(self)
-
-    # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All that a stopped loop needs beside the states of `gated` and the optimizer: tensors and plain data."""
@@ -318,7 +317,7 @@ def _warn_of_haste(budget: Budget) -> None:
 
 def _identity(budget: Budget) -> dict[str, Any]:
     bounds = {name_of(cost): bound for cost, bound in budget.bounds.items()}
-    return {"bounds": bounds} | {key: vars(budget)[key] for key in ("steps", "settles", "gate_lr", "ema")}
+    return {"bounds": bounds} | {key: vars(budget)[key] for key in ("steps", "settles", "gate_lr", "ema", "uniform")}
 
 
 def _refuse_other(budget: Budget, state: Mapping[str, Any]) -> None:

@@ -6,6 +6,8 @@ training ends.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import final
@@ -21,9 +23,17 @@ from ellzero.objectives.costs import Cost, dense, floor, kept, l0_norm, name_of,
 from ellzero.out.compaction import refuse_unfit
 
 MUCH = 0.2  # of the dense cost: what `finalize` may close without a word
+STEP, WIDE = 8, 64  # uniform widths are multiples of this, in layers with at least so many units
 
 
-def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, fill: bool = False) -> None:
+def finalize(
+    gated: Gated,
+    at_most: float | Mapping[str, float],
+    cost: Cost = params,
+    *,
+    fill: bool = False,
+    uniform: bool = False,
+) -> None:
     """Closes units until the *kept* cost is within the target: control becomes a guarantee.
 
     Closes the units with the lowest evidence per cost saved first. A unit weighs more the fewer are left in its
@@ -38,6 +48,8 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
         fill: also open closed units, by little (`AbstractGate.open_`): one of each placement that has none, as `revive`
             does, then those with most evidence per cost, while they fit. A budget that is not used is error for
             nothing. This changes what the network computes; tune it afterwards.
+        uniform: leave as many units open in all placements of one size whose names differ in numbers alone, such as the
+            layers of a transformer: multiples of 8 where there are 64 or more. What that opens, opens by little too.
 
     Raises:
         ValueError: the target lies below what the gates can reach; nothing is changed.
@@ -46,7 +58,7 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
         raise TypeError(f"`cost` must be a cost such as `l0.macs`, got {cost!r}")
     refuse_unfit(gated)
     before = float(kept(cost)(gated))
-    bring_within(gated, {cost: at_most}, fill=fill)
+    bring_within(gated, {cost: at_most}, fill=fill, uniform=uniform)
     closed = (before - float(kept(cost)(gated))) / dense(cost, gated)
     if closed > MUCH and gated.drawn and not gated.fixed:  # in a loop, and not by hand
         warn(
@@ -55,7 +67,9 @@ def finalize(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = pa
         )
 
 
-def bring_within(gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]], *, fill: bool) -> None:
+def bring_within(
+    gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]], *, fill: bool, uniform: bool = False
+) -> None:
     """Closes units until every kept cost is within its target, as `finalize` does for one cost."""
     refuse_unfit(gated)
     targets = [target for cost, at_most in bounds.items() for target in _targets(gated, at_most, cost)]
@@ -71,6 +85,8 @@ def bring_within(gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]
             opens = _closed_until(target, opens, last)
         if fill:
             opens = _filled(targets, opens)
+        if uniform:
+            opens = _uniform(targets, opens, fill)
     _put(gated, opens)
 
 
@@ -94,7 +110,9 @@ def revive(gated: Gated) -> None:
         _put(gated, _revived(gated, gated.opens()))
 
 
-def refuse_unreachable(gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params) -> None:
+def refuse_unreachable(
+    gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, uniform: bool = False
+) -> None:
     """Refuses, before any training, a target that `finalize` could not reach: one below what is kept with one unit in
     each placement.
 
@@ -102,6 +120,7 @@ def refuse_unreachable(gated: Gated, at_most: float | Mapping[str, float], cost:
         gated: the network; it is left as it is, and what its gates say now does not matter.
         at_most: as in `finalize`.
         cost: as in `finalize`.
+        uniform: as in `finalize`; then what is kept with the least of such widths counts.
 
     Raises:
         ValueError: naming the least fraction that `at_most` can be.
@@ -117,7 +136,11 @@ def refuse_unreachable(gated: Gated, at_most: float | Mapping[str, float], cost:
     """
     everything = torch.ones_like(gated.opens(), dtype=torch.bool)
     for target in _targets(gated, at_most, cost):
-        cheapest = _one_of_each(gated, everything, -target.savings(everything))
+        worth = -target.savings(everything)
+        cheapest = _one_of_each(gated, everything, worth)
+        if uniform:
+            families = _families(gated)
+            cheapest = _widths(families, [_step(family) for family in families], worth)
         least = target.kept(cheapest) / dense(target.counted, gated)
         if target.fraction < least * (1 - 1e-6):  # room for rounding
             raise target.unreachable(least)
@@ -177,6 +200,67 @@ def _put(gated: Gated, opens: Tensor) -> None:
         wanted = opens[mine].reshape(gate.shape)
         gate.close_(gate.open() & ~wanted)
         gate.open_(~gate.open() & wanted)
+
+
+def _families(gated: Gated) -> list[list[slice]]:
+    """Placements of one size whose names differ in numbers alone."""
+    found: dict[tuple[str, torch.Size], list[slice]] = defaultdict(list)
+    for mine, (name, gate) in zip(_placements(gated), gated.named_gates(), strict=True):
+        found[re.sub(r"\d+", "#", name), gate.shape].append(mine)
+    return list(found.values())
+
+
+def _step(family: list[slice]) -> int:
+    return STEP if family[0].stop - family[0].start >= WIDE else 1
+
+
+def _widths(families: list[list[slice]], widths: list[int], worth: Tensor) -> Tensor:
+    """In each placement of a family, the worthiest open: as many as its width."""
+    opens = torch.zeros_like(worth, dtype=torch.bool)
+    for family, width in zip(families, widths, strict=True):
+        for mine in family:
+            opens[mine][torch.argsort(worth[mine], descending=True, stable=True)[:width]] = True
+    return opens
+
+
+def _uniform(targets: list[_Target], opens: Tensor, fill: bool) -> Tensor:
+    """As many open gates in all placements of a family: their mean, then a step less or more until targets are met."""
+    gated = targets[0].gated
+    there = ~torch.as_tensor(gated.gone(), device=opens.device)
+    evidence = gated.evidence().clamp(min=torch.finfo(torch.float32).tiny)
+    worth = torch.where(there, evidence, -1.0)
+    families = _families(gated)
+    steps = [_step(family) for family in families]
+    most = [
+        min(int(there[mine].sum()) for mine in family) // step * step
+        for family, step in zip(families, steps, strict=True)
+    ]
+    means = [sum(int(opens[mine].sum()) for mine in family) / len(family) for family in families]
+    widths = [min(top, max(step, round(n / step) * step)) for n, step, top in zip(means, steps, most, strict=True)]
+
+    def moved(k: int, by: int) -> list[int]:
+        return [width + by * step * (i == k) for i, (width, step) in enumerate(zip(widths, steps, strict=True))]
+
+    def rate(k: int, by: int, target: _Target) -> float:
+        """Evidence per cost between here and a step less or more, higher the fewer units there are."""
+        here, new = (_widths(families, some, worth) for some in (widths, moved(k, by)))
+        cost, part = abs(target.kept(here) - target.kept(new)), families[k][0]
+        share = (part.stop - part.start) / max(1, widths[k])
+        return float(evidence[here ^ new].sum()) * share / cost if cost else -by * torch.inf
+
+    while over := [t for t in targets if t.kept(_widths(families, widths, worth)) > t.most]:
+        may = {k: rate(k, -1, over[0]) for k in range(len(families)) if widths[k] > steps[k]}
+        if not may or min(may.values()) == torch.inf:
+            raise over[0].unreachable(over[0].kept(_widths(families, widths, worth)) / over[0].most * over[0].fraction)
+        widths = moved(min(may, key=lambda k: may[k]), -1)
+    while fill:
+        fits = [k for k in range(len(families)) if widths[k] + steps[k] <= most[k]]
+        fits = [k for k in fits if all(t.kept(_widths(families, moved(k, 1), worth)) <= t.most for t in targets)]
+        may = {k: rate(k, 1, targets[0]) for k in fits}
+        if not may:
+            break
+        widths = moved(max(may, key=lambda k: may[k]), 1)
+    return _widths(families, widths, worth)
 
 
 def _among(candidates: Tensor, opens: Tensor, mine: slice, gated: Gated) -> Tensor:

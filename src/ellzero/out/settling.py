@@ -23,7 +23,7 @@ Bounds = Mapping[Cost, float | Mapping[str, float]]
 
 
 @torch.no_grad()
-def settle(gated: Gated, bounds: Bounds) -> None:
+def settle(gated: Gated, bounds: Bounds, *, uniform: bool = False) -> None:
     """Ends the gates' learning: the kept cost is just within every bound, and there is no noise from here on.
 
     Units are closed, or opened, until what is kept is within the bounds and fills them; at least one of each placement
@@ -33,9 +33,10 @@ def settle(gated: Gated, bounds: Bounds) -> None:
     Args:
         gated: the network; it computes nearly what it did, and is fixed (`Gated.fix`).
         bounds: the fraction, or fractions by pattern, of each cost; without any only what is closed as a whole opens.
+        uniform: as in `finalize`.
     """
     if bounds:
-        bring_within(gated, bounds, fill=True)
+        bring_within(gated, bounds, fill=True, uniform=uniform)
     else:
         revive(gated)
     members = dict(gated.model.named_parameters())
