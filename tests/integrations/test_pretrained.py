@@ -238,14 +238,21 @@ def test_a_damaged_weight_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_outputs_decide_where_tensors_are_the_same(tmp_path: Path) -> None:
     """A number that is neither in the configuration nor in a tensor would be lost."""
-    from ellzero.integrations.transformers import save_pretrained
+    from ellzero.integrations.transformers import from_pretrained, save_pretrained
 
-    small, _ = decoder("Llama", (12, 12))
-    small.model.norm.variance_epsilon = 0.1
+    small, inputs = decoder("Llama", (12, 12))
+    small.model.layers[1].self_attn.scaling = 5.0
     with pytest.raises(RuntimeError, match="does not come back the same, and is removed: its outputs are others"):
         save_pretrained(small.train(), tmp_path / "small")
     assert list(tmp_path.iterdir()) == []
     assert all(module.training for module in small.modules())
+
+    small, inputs = decoder("Llama", (12, 12))
+    small.model.norm.variance_epsilon = (
+        0.1  # as of a norm that got narrower: our file has it, the configuration has not
+    )
+    assert not save_pretrained(small, tmp_path / "small")
+    assert same(from_pretrained(tmp_path / "small"), small, inputs)
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
