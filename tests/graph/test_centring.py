@@ -38,6 +38,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_the_layers_of_torch() -> None:
     model, x = settled(encoder()), draw(3, 7, 3)
     found = l0.centred(model, draw(2, 5, 3))

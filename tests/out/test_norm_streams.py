@@ -53,8 +53,10 @@ def judged(gated: l0.Gated, closed: dict[str, Any]) -> Any:
     return small
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", NORMS)
+KINDS = [(kind, tied) for kind in NORMS for tied in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "tied"), [KINDS[0], *(pytest.param(*k, marks=pytest.mark.slow) for k in KINDS[1:])])
 def test_units_of_a_stream_go(kind: str, tied: bool) -> None:
     gated = attached(PreNorm(kind=kind, tied=tied))
     model: Any = gated.model
@@ -86,7 +88,8 @@ def drawn(seed: int) -> PreNorm:
     )
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(k, marks=pytest.mark.slow) for k in range(4, 24))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(14))
 def test_random_networks(seed: int) -> None:
     model = settled(drawn(seed))
     x, other = words(2, 5), words(1, 8)
@@ -103,6 +106,7 @@ def test_random_networks(seed: int) -> None:
     assert small.embed.weight.shape[1] == gated.model.embed.weight.shape[1] - len(closed["embed"])
 
 
+@pytest.mark.slow
 def test_a_norm_that_does_not_follow_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = settled(PreNorm())
     monkeypatch.setattr(Shrunk, "scaled", lambda _, weight: weight)
@@ -191,6 +195,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_follow_freezes_the_stream(what: str) -> None:
     if what == "one eps for two":  # then the hidden layer cannot go either
@@ -200,6 +205,7 @@ def test_what_does_not_follow_freezes_the_stream(what: str) -> None:
         assert REFUSED[what] in next(a.frozen or "" for a in attached(Odd(what)).axes if a.size == 6)
 
 
+@pytest.mark.slow
 def test_a_norm_of_each_head_leaves_heads_whole() -> None:
     model = PreNorm()
     model.blocks[0].of_head = nn.RMSNorm(3)
@@ -224,6 +230,7 @@ def test_gates_of_single_layers_leave_the_stream_whole() -> None:
 # ---------------------------------------------------------------- while training, and on disk
 
 
+@pytest.mark.slow
 def test_weight_and_eps_follow_what_is_taken_out_of_a_live_model() -> None:
     gated = attached(PreNorm(kind="gemma"))
     model: Any = gated.model
@@ -257,6 +264,7 @@ def test_weight_and_eps_follow_what_is_taken_out_of_a_live_model() -> None:
     assert_same(whole(words(3, 7)), gated(words(3, 7)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "bare", "llama", "layer"])
 def test_files_hold_the_eps(kind: str, tmp_path: Path) -> None:
     def fresh() -> nn.Module:
@@ -281,6 +289,7 @@ def _saved(model: nn.Module, folder: Path) -> Path:
     return folder / "dense.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gates settle after")
 def test_a_budget_takes_units_out_of_a_stream_and_is_taken_up_again() -> None:
     def started() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:

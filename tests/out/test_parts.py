@@ -67,7 +67,10 @@ CLOSED = {
 }
 
 
-@pytest.mark.parametrize("closed", [CLOSED, {"blocks.0.down.outputs": range(6)}, {"blocks.1.down.outputs": range(6)}])
+WHOLE = [pytest.param({f"blocks.{k}.down.outputs": range(6)}, marks=pytest.mark.slow) for k in (0, 1)]
+
+
+@pytest.mark.parametrize("closed", [CLOSED, *WHOLE])
 def test_layers_read_and_write_parts(closed: dict[str, Any]) -> None:
     model = settled(PostNorm())
     gated = l0.attach(model, words(2, 5), where=PARTS).eval()
@@ -84,6 +87,7 @@ def test_layers_read_and_write_parts(closed: dict[str, Any]) -> None:
         assert_counted(gated, small, (words(2, 5),))
 
 
+@pytest.mark.slow
 def test_files_hold_them(tmp_path: Path) -> None:
     gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS).eval()
     set_gates(gated, CLOSED)
@@ -101,6 +105,7 @@ def test_files_hold_them(tmp_path: Path) -> None:
         l0.load(narrow, tmp_path / "small.safetensors")
 
 
+@pytest.mark.slow
 def test_parts_of_a_network_with_gates_elsewhere_cost_what_is_said() -> None:
     """E[params] of two linear layers under independent gates, by hand."""
     gated = l0.attach(PostNorm(), words(2, 5), where=PARTS)
@@ -113,6 +118,7 @@ def test_parts_of_a_network_with_gates_elsewhere_cost_what_is_said() -> None:
     assert float(l0.params(gated).detach()) == pytest.approx(blocks + rest, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gates settle after")
 def test_a_budget_over_parts() -> None:
     torch.manual_seed(0)
@@ -130,6 +136,7 @@ def test_a_budget_over_parts() -> None:
     assert torch.equal(whole.eval()(words(3, 7)), small.eval()(words(3, 7)))
 
 
+@pytest.mark.slow
 def test_what_a_live_network_cannot_follow_is_refused() -> None:
     gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS)
     set_gates(gated, {"blocks.0.down.outputs": [1]})
@@ -152,6 +159,7 @@ def test_parts_of_bert() -> None:
     assert float(l0.params(gated, kept=True)) == sum(p.numel() for p in small.parameters())
 
 
+@pytest.mark.slow
 def test_the_report_and_the_page_tell_inputs_from_outputs() -> None:
     gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS).eval()
     set_gates(gated, CLOSED)
@@ -163,6 +171,7 @@ def test_the_report_and_the_page_tell_inputs_from_outputs() -> None:
     assert {"blocks.0.down: outputs written", "head: inputs read"} <= {row.name for row in table}
 
 
+@pytest.mark.slow
 def test_a_layer_that_reads_nothing_places_nothing() -> None:
     model = settled(PostNorm())
     gated = l0.attach(model, words(2, 5), where=PARTS).eval()
