@@ -65,7 +65,7 @@ class Normed(nn.Module):
     def __init__(self):
         super().__init__()
         self.encoder_first_projection, self.encoder_second_projection = nn.Linear(4, 6), nn.Linear(6, 6)
-        self.encoder_normalisation, self.encoder_output = nn.GroupNorm(2, 6), nn.Linear(6, 2)
+        self.encoder_normalisation, self.encoder_output = nn.GroupNorm(1, 6), nn.Linear(6, 2)
 
     def forward(self, x):
         x = self.encoder_second_projection(self.encoder_first_projection(x))

@@ -411,6 +411,8 @@ def test_attributes_follow_the_tensors() -> None:
     assert cut(nn.BatchNorm2d(6), weight=(4,)).num_features == 4
     group = cut(nn.GroupNorm(6, 6), weight=(4,))
     assert (group.num_groups, group.num_channels) == (4, 4)
+    group = cut(nn.GroupNorm(6, 24), weight=(16,))
+    assert (group.num_groups, group.num_channels) == (4, 16)
     assert cut(nn.Embedding(9, 6), weight=(9, 4)).embedding_dim == 4
     assert cut(nn.LayerNorm(6), weight=(4,)).normalized_shape == (4,)
 

@@ -675,7 +675,7 @@ def test_norms_across_the_axis() -> None:
     across = {
         "layer_norm": net(lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(4, 6), norm=nn.LayerNorm(6), b=nn.Linear(6, 3)),
         "group_norm": net(
-            lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(4, 6), norm=nn.GroupNorm(2, 6), b=nn.Linear(6, 3)
+            lambda m, x: m.b(m.norm(m.a(x))), a=nn.Linear(4, 6), norm=nn.GroupNorm(1, 6), b=nn.Linear(6, 3)
         ),
     }
     for op, model in across.items():

@@ -51,6 +51,24 @@ def mixed_up(h: Tensor, parts: int) -> Tensor:
     return h.reshape(len(h), parts, -1, *h.shape[2:]).transpose(1, 2).reshape(h.shape)
 
 
+class Parts(nn.Module):
+    """A group norm that a forward tells its number of groups: a stored one, a share, a literal, one out of sight."""
+
+    def __init__(self, groups: int, width: int, how: str, weights: bool) -> None:
+        super().__init__()
+        self.parts, self.literal, self.how = groups, str(groups), how
+        self.size = width // groups if how == "share" else 0
+        self.weight = nn.Parameter(torch.ones(width)) if weights else None
+
+    def forward(self, x: Tensor, k: Tensor) -> Tensor:
+        stored, literal = self.parts, int(self.literal)
+        groups = stored if self.how == "stored" else x.shape[1] // self.size if self.how == "share" else literal
+        if self.how == "hidden" and x.shape[1] % groups:
+            return x
+        y = F.group_norm(x, groups, self.weight)
+        return torch.where(broad(k, x) > 0, x, y) if self.how == "hidden" else y
+
+
 class Drawer:
     """Draws one network from a seed: `width` and `space` are those of the value so far."""
 
@@ -269,6 +287,17 @@ class Drawer:
 
         self.add("norm", op)
 
+    def by_groups(self, choose: random.Random) -> None:
+        """Statistics of groups of units."""
+        groups, name = choose.choice([g for g in range(1, 7) if self.width % g == 0]), f"g{len(self.net.layers)}"
+        how, weights = choose.choice(["layer", "layer", "stored", "share", "literal", "hidden"]), choose.random() < 0.6
+        if how == "layer":
+            self.net.layers[name] = nn.GroupNorm(groups, self.width, affine=weights)
+            self.add("group norm", lambda m, x, k: m.layers[name](x))
+        else:
+            self.net.layers[name] = Parts(groups, self.width, how, weights)
+            self.add(f"group norm, {how}", lambda m, x, k: m.layers[name](x, k))
+
     def flattened(self) -> None:
         if self.space:
             size, last = self.space**2, self.random.random() < 0.5
@@ -283,7 +312,10 @@ class Drawer:
         self.plain()
         steps: list[Callable[[], None]] = [self.plain, self.plain, self.parts, self.parts, self.hidden, self.repeated]
         steps += [self.residual, self.projection, self.excited, self.halved, self.grouped, self.flattened]
+        norms = random.Random(self.seed.replace("attention", "groups"))  # of its own, as that of attention below
         for _ in range(self.random.randint(1, 4)):
+            if norms.random() < 0.2:
+                self.by_groups(norms)
             rare = self.random.random()
             step = self.cast if rare < 0.05 else self.drawn if rare < 0.1 else self.random.choice(steps)
             step()
@@ -291,7 +323,7 @@ class Drawer:
                 self.plain()
         if self.space and self.random.random() < 0.5:
             self.flattened()
-        choose = random.Random(self.seed)  # of its own: the seeds of before draw the networks of before
+        choose = random.Random(self.seed)  # of its own: other networks are drawn as before
         if choose.random() < 0.25:
             self.attended(choose)
         choose = random.Random(f"norms after {self.seed}")

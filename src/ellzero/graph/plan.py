@@ -322,7 +322,8 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
                 closed.add(tensor.rpartition(".")[0])
     for tensor in [t for t in scatters if t.rpartition(".")[0] in closed]:  # it reads nothing: its bias is all it gives
         del scatters[tensor], rows[tensor][0]
-    sizes = {(s.module, s.attribute): (len(s.units), int(kept[s.units].sum())) for s in graph.stored}
+    left = {(s.module, s.attribute): kept[s.units] | (s.units < 0) for s in graph.stored}
+    sizes = {place: (len(here), int(here.sum())) for place, here in left.items()}
     sizes = {place: (was, now) for place, (was, now) in sizes.items() if was != now}
     norms = (
         Shrunk(n.module, n.attribute, n.weight, n.offset, len(n.units), int((kept[n.units] | (n.units < 0)).sum()))

@@ -62,9 +62,9 @@ def _norm(m: nn.BatchNorm2d) -> None:
 
 @resizes(nn.GroupNorm)
 def _group_norm(m: nn.GroupNorm) -> None:
+    """Whole groups come and go. Without a weight nothing tells: then its numbers are sizes that are stored."""
     if m.weight is not None:
-        if m.num_groups == m.num_channels:
-            m.num_groups = m.weight.shape[0]
+        m.num_groups = m.weight.shape[0] // (m.num_channels // m.num_groups)
         m.num_channels = m.weight.shape[0]
 
 

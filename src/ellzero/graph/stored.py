@@ -17,13 +17,14 @@ import numpy as np
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Stored
+from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Step, Stored
 from ellzero.graph.resizing import resizer
 from ellzero.graph.rules import SIZED
 
 Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
 _TAKES_SIZES = ("view", "reshape", "expand", "unflatten")
+_GROUPS = -1  # in the place of a dimension: a number of groups
 
 
 class _Marked(int):
@@ -41,7 +42,11 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _TAKES_SIZES and isinstance(out, Tensor):
+        if getattr(func, "__name__", "") == "group_norm":
+            groups = args[1] if len(args) > 1 else (kwargs or {}).get("num_groups")
+            if isinstance(groups, _Marked):
+                self.seen[groups.place].add((tuple(out.shape), _GROUPS))
+        elif getattr(func, "__name__", "") in _TAKES_SIZES and isinstance(out, Tensor):
             given = [a for part in args[1:] for a in (part if isinstance(part, list | tuple) else [part])]
             first = out.ndim - len(given) if func.__name__ != "unflatten" else 0
             for k, size in enumerate(given):
@@ -66,6 +71,10 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
     laid: dict[tuple[str, int], list[Numbers]] = defaultdict(list)
     along: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
     free = np.repeat([a.frozen is None for a in graph.axes], [a.size for a in graph.axes])
+    for step, units in group_norms(graph):
+        if free[units[units >= 0]].any():
+            laid[step.module, len(units)].append(units)
+            along[step.module, step.made[0][0]].add(_GROUPS)
     for step in graph.steps:
         for layout in step.made if step.op in SIZED else ():
             for d, units in _along(layout):
@@ -74,7 +83,8 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
                     along[step.module, layout[0]].add(d)
     found: dict[tuple[str, int], list[Stored]] = defaultdict(list)
     for path, module in model.named_modules():
-        for name, size in vars(module).items() if resizer(module) is None else ():
+        follows = resizer(module) is not None and not _is_bare(module)
+        for name, size in () if follows else vars(module).items():
             ways = laid.get((path, size), []) if type(size) is int else []
             if ways and all(np.array_equal(np.sort(way), np.sort(ways[0])) for way in ways):
                 found[path, size].append(Stored(path, name, ways[0]))
@@ -86,6 +96,9 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
         # A number that is never told as a size means nothing beside one that is; alone, it goes by its name.
         by_name = [s for s in right if _COUNTS.search(s.attribute)]
         out += [s for s in right if told[s.attribute]] or by_name
+    for s in [s for s in out if _is_bare(model.get_submodule(s.module))]:
+        channels: Any = model.get_submodule(s.module).num_channels
+        out.append(Stored(s.module, "num_channels", np.repeat(s.units, channels // len(s.units))))
     return tuple(out)
 
 
@@ -101,6 +114,29 @@ def told_apart(model: nn.Module) -> dict[float, float]:
         was[moved] = eps
         setattr(module, key, moved)
     return was
+
+
+def group_norms(graph: Graph) -> Iterator[tuple[Step, Numbers]]:
+    """The group norms of a forward, each with the unit of each of its groups."""
+    for step in graph.steps:
+        if step.op == "group_norm" and step.made and (1,) in step.made[0][1]:
+            yield step, step.made[0][1][(1,)][:: step.numbers[0]]
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether it is a group norm without a weight, whose numbers follow from no tensor."""
+    return isinstance(module, nn.GroupNorm) and module.weight is None
+
+
+def groups_of_a_forward(model: nn.Module, graph: Graph) -> Iterator[tuple[Numbers, str]]:
+    """The units in group norms that a forward of the user's own tells their number of groups, and what would help."""
+    for step, units in group_norms(graph):
+        module, where = model.get_submodule(step.module), f" in `{step.module}`" if step.module else ""
+        known = any(s.module == step.module and np.array_equal(s.units, units) for s in graph.stored)
+        own = isinstance(module, nn.GroupNorm) and type(module).forward is nn.GroupNorm.forward
+        if not own or (_is_bare(module) and not known):
+            hint = f"`group_norm`{where} is told its number of groups: use an `nn.GroupNorm` for these channels alone"
+            yield units[units >= 0], "" if known else f"{hint}, or keep the number in `self`"
 
 
 def _watched(model: nn.Module, candidates: list[Stored], forwards: Sequence[Callable[[], Any]]) -> dict[Place, Any]:

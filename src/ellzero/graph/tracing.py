@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.recording import Members, copied, recorded, walked
 from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
-from ellzero.graph.stored import stored, told_apart
+from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
 from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
 
@@ -146,6 +146,8 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
         graph = replace(
             graph, stored=stored(model, graph, partial(run_hollow, model, inputs), partial(run, model, inputs))
         )
+    for units, _ in groups_of_a_forward(model, graph):
+        graph.placed[units] = True
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
     return replace(graph, turns=turns)

@@ -47,6 +47,8 @@ def layers(model: nn.Module) -> Layers:
             # In evaluation all batch norms are one, also those that processes share.
             kind = "BatchNorm" if torchs and isinstance(module, _BatchNorm) else type(module).__name__
             kind = "MultiheadAttention" if isinstance(module, FewerHeads) else kind
+            if isinstance(module, nn.GroupNorm):
+                kept["channels of a group"] = module.num_channels // module.num_groups
             out[name] = {"kind": kind, **kept}
     return out
 

@@ -139,7 +139,7 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
             structure.closed[layer] = None
         elif isinstance(module, _GROUPED):
             structure.groups[layer] = module.groups
-        elif resizer(module) is None and (sizes := _sizes(module)):
+        elif (resizer(module) is None or not members_of(module)) and (sizes := _sizes(module)):
             structure.sizes[layer] = sizes
         if eps := _eps(module):
             structure.eps[layer] = eps

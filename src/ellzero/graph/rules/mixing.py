@@ -7,6 +7,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ellzero.graph import values
 from ellzero.graph.rules.call import Call, axis, couples, tensors, unknown
 from ellzero.graph.rules.entrywise import entrywise
@@ -38,11 +40,19 @@ def weight_norm(call: Call, v: Value, g: Value, dim: int = 0, *_: Any) -> Value:
 
 @couples("group_norm", sized=True)
 def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
+    """Statistics of each group of channels by itself: a group goes as a whole, and leaves the others as they are."""
     values.single(call.ties, x, 1)
     riders = [replace(v, shape=(*v.shape, *[1] * (x.ndim - 2))) for v in tensors(rest)]
     out = values.elementwise(call.ties, [x, *riders], call.shape)
-    mixed = range(1 if groups < x.shape[1] else 2, x.ndim)
-    return replace(out, carried=values.without(call.ties, out, mixed, call.mixes()), why=f"the output of {call.where}")
+    call.numbers = (x.shape[1] // groups, *(r for r in rest if isinstance(r, float)))  # a group is as large as it was
+    out = replace(out, carried=values.without(call.ties, out, range(2, x.ndim), call.mixes()))
+    if groups == 1 < x.shape[1]:
+        why = f"{call.mixes()}, which are one group: with more groups, whole ones could go"
+        out = replace(out, carried=values.without(call.ties, out, [1], why))
+    if (1,) in out.carried:
+        rows = out.carried[(1,)].reshape(groups, -1)
+        call.ties.tie(np.broadcast_to(rows[:, :1], rows.shape), rows)
+    return replace(out, why=f"the output of {call.where}")
 
 
 @couples(*ALONG_ONE.split())

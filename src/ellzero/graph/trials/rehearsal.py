@@ -18,6 +18,7 @@ from torch import nn
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
+from ellzero.graph.stored import group_norms, groups_of_a_forward
 from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials.retracing import strays
 from ellzero.graph.trials.running import (
@@ -35,6 +36,7 @@ from ellzero.graph.trials.scenes import Loans, Scene, loans, moving, staged
 
 UNSEEN = "the example input does not show whether the output depends on it"
 STUCK = "groups and cuts along it let no part of its units go"
+ONE_GROUP = "the groups of its norms make one unit of it, which cannot go as a whole"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
 HowMuch = Literal["one", "half", "many", "some", "uneven", "most"]
 _LEVELS: tuple[HowMuch, ...] = ("many", "some", "most")  # of removal, one after the other
@@ -53,6 +55,10 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     sets = _together(graph, [k for k in free if k not in reasons])
     survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
     good = _sift(survivors, [], bench.keeps_its_way, reasons)
+    for units, hint in groups_of_a_forward(model, graph) if reasons else ():
+        for k, why in reasons.items():
+            if hint and why not in (UNSEEN, STUCK) and bench.among(set(units.tolist()), k):
+                reasons[k] = f"{why}; {hint}"
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
     lone = [s for s in sets if all(graph.axes[k].size == 1 for k in s)]
     bench.graph = graph.with_axes(axes)
@@ -67,6 +73,9 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
         vanishing += [s for s in whole if s not in vanishing and bench.survives_vanishing(s) is None]
     for k in (k for s in _sift(vanishing, [], bench.survives_some_vanishing, {}) for k in s):
         axes[k] = replace(axes[k], can_vanish=True)
+    wide = {unit for step, units in group_norms(graph) if step.numbers[0] > 1 for unit in units.tolist()}
+    for k in (k for s in lone for k in s if not axes[k].can_vanish and bench.among(wide, k)):
+        axes[k] = replace(axes[k], frozen=ONE_GROUP)
     matters = np.repeat([a.frozen is None for a in axes] + [False], [a.size for a in axes] + [1])  # the last: unit -1
     balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
@@ -154,11 +163,11 @@ class _Bench:
                 return False
             for scene in self._lesser(small, many) if lent.weights else ():  # slopes of what is left will do
                 moved |= moving(self.graph, scene)
-                if all(self._among(moved, k) for k in free):
+                if all(self.among(moved, k) for k in free):
                     break
         except Exception:
             return False
-        if lent.weights and not all(self._among(moved, k) for k in free):
+        if lent.weights and not all(self.among(moved, k) for k in free):
             return False
         self.scenes.append(whole)
         self.moved = moved
@@ -188,12 +197,12 @@ class _Bench:
             left = still
         return left
 
-    def _among(self, units: set[int], axis: int) -> bool:
+    def among(self, units: set[int], axis: int) -> bool:
         span = self.span(axis)
         return any(span.start <= unit < span.stop for unit in units)
 
     def _shows(self, axis: int, scene: Scene) -> bool:
-        if self._among(self.moved, axis):
+        if self.among(self.moved, axis):
             return True
         usual, _ = replace(scene, last=None).masked(self.graph, self.without([]))
         masked, _ = replace(scene, last=None).masked(self.graph, self.without([axis]))
