@@ -89,6 +89,17 @@ def vit(hidden: Sequence[int]) -> tuple[nn.Module, dict[str, Tensor]]:
     return network, {"pixel_values": torch.randn(2, 3, 8, 8)}
 
 
+def stream() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Of a narrower stream, made narrow, with the configuration of a wider one."""
+    import transformers
+
+    heads = {"num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32, "intermediate_size": 12}
+    narrower = {"hidden_size": 12, "rms_norm_eps": 2e-6}
+    small = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **ENDS, **heads, **narrower})).eval()
+    small.config = transformers.LlamaConfig(**{**SIZES, **ENDS, **heads, "intermediate_size": 32})
+    return small, {"input_ids": IDS}
+
+
 def same(one: nn.Module, other: nn.Module, inputs: dict[str, Tensor]) -> bool:
     with torch.no_grad():
         return torch.equal(one(**inputs).logits, other(**inputs).logits)
@@ -100,11 +111,12 @@ def same(one: nn.Module, other: nn.Module, inputs: dict[str, Tensor]) -> bool:
         (lambda: decoder("Llama", (12, 12), (1, 1)), {"num_attention_heads": 2, "num_key_value_heads": 1}),
         (lambda: decoder("Qwen3", (12, 12), (3, 3), kv=4), {"num_attention_heads": 3, "num_key_value_heads": 3}),
         (lambda: decoder("Qwen2", (12, 12), (1, 1), head_dim=None), {"num_attention_heads": 2, "head_dim": 4}),
+        (stream, {"hidden_size": 12, "rms_norm_eps": 2e-6, "num_attention_heads": 4}),
         (lambda: gpt2((12, 12)), {"n_inner": 12, "n_head": 2}),
         (lambda: bert((12, 12)), {"num_attention_heads": 4}),
         (lambda: vit((12, 12)), {"num_attention_heads": 4}),
     ],
-    ids=["llama", "qwen3", "qwen2", "gpt2", "bert", "vit"],
+    ids=["llama", "qwen3", "qwen2", "stream", "gpt2", "bert", "vit"],
 )
 def test_the_stock_class_loads_what_the_configuration_can_say(make: Any, said: Any, tmp_path: Path) -> None:
     from ellzero.integrations.transformers import from_pretrained, save_pretrained

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ellzero.out.saving import members_of
+from ellzero.out.saving import eps_of, members_of
 
-_NAMES = re.compile(r"intermediate|ffn|inner|d_ff|mlp|hidden_dim|heads?$|experts?$")  # of numbers that may mean widths
+_NAMES = re.compile(r"intermediate|ffn|inner|d_ff|mlp|hidden_dim|heads?$|experts?$|^hidden_size$")  # of such numbers
 
 Field = tuple[str, ...]  # the way to a number: its name, behind that of the configuration inside that has it
 Place = tuple[str, int]  # a tensor and a dimension
@@ -38,6 +38,7 @@ class Widths:
     def __init__(self, small: PreTrainedModel) -> None:
         self._kind, self._said, self._small = type(small), small.config.to_dict(), _shapes(small)
         self._dense = self._built({}) or {}
+        self._eps = list({eps for module in small.modules() for eps in eps_of(module).values() if eps is not None})
         sizes = dict(_head_sizes(self._said))
         self._head_sizes = sizes if sizes and self._built(sizes) == self._dense else {}
         self._values: dict[Field, int] = {}
@@ -52,8 +53,12 @@ class Widths:
         found = self._solved([(name, d) for name, shape in self._dense.items() for d in range(len(shape))])
         if found is None:
             return None
-        found |= self._head_sizes if any("head" in field[-1] for field in found) else {}
-        return self._config(found) if self._built(found) == self._small else None
+        found |= self._head_sizes if any("head" in field[-1] or "hidden" in field[-1] for field in found) else {}
+        if self._built(found) != self._small:
+            return None
+        names = [name for name, value in self._said.items() if "eps" in name and type(value) is float]
+        one = len(names) == len(self._eps) == 1  # the eps of a norm follows its width
+        return self._config({**found, (names[0],): self._eps[0]} if one else found)
 
     def per_layer(self) -> dict[str, dict[str, int]]:
         """What every layer has instead of the configuration's numbers; nothing where that cannot be said."""
@@ -111,7 +116,7 @@ class Widths:
             return None
         return {f: self._values[f] + int(by) for f, by in zip(fields, change, strict=True) if by}
 
-    def _config(self, values: Mapping[Field, int]) -> Any:
+    def _config(self, values: Mapping[Field, float]) -> Any:
         said = copy.deepcopy(self._said)
         for (*way, name), value in values.items():
             part = said

@@ -141,7 +141,7 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
             structure.groups[layer] = module.groups
         elif (resizer(module) is None or not members_of(module)) and (sizes := _sizes(module)):
             structure.sizes[layer] = sizes
-        if eps := _eps(module):
+        if eps := eps_of(module):
             structure.eps[layer] = eps
     about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
     about |= {"structure": json.dumps(asdict(structure)), "layers": json.dumps(fingerprint.layers(small))}
@@ -225,7 +225,7 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
             if 0 <= size < _sizes(modules[layer]).get(key, 0):
                 setattr(modules[layer], key, size)
     for layer, kept in structure.eps.items():
-        for key in kept.keys() & _eps(modules[layer]).keys():
+        for key in kept.keys() & eps_of(modules[layer]).keys():
             setattr(modules[layer], key, kept[key])
     for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
         put_select(modules[layer], tensors[names[f"{layer}.select.index"]])
@@ -250,7 +250,7 @@ def _sizes(module: nn.Module) -> dict[str, int]:
     return {key: value for key, value in vars(module).items() if type(value) is int and key[0] != "_"}
 
 
-def _eps(module: nn.Module) -> dict[str, float | None]:
+def eps_of(module: nn.Module) -> dict[str, float | None]:
     """What a norm that follows its width, of torch or of one's own, adds under the root."""
     follows = resizer(module) is None or isinstance(module, nn.RMSNorm | RootMeanSquare)
     kept = {key: value for key, value in vars(module).items() if EPS.search(key)} if follows else {}
