@@ -49,8 +49,8 @@ def centred(model: M, example_inputs: Any) -> M:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2))
-        >>> centred(net, torch.zeros(1, 4))[1]
-        RootMeanSquare((6,), eps=1e-05, elementwise_affine=True)
+        >>> type(centred(net, torch.zeros(1, 4))[1]).__name__
+        'RootMeanSquare'
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
