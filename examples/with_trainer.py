@@ -43,9 +43,7 @@ def main(epochs: int = 4, **options: Any) -> nn.Module:
     # end: trainer
     folder = Path(tempfile.mkdtemp(), "small")
     # begin: folder
-    stock = save_pretrained(
-        small, folder
-    )  # True where `BertForSequenceClassification.from_pretrained(folder)` loads it
+    stock = save_pretrained(small, folder)  # whether the stock class loads it: BertForSequenceClassification
     again = from_pretrained(folder)  # loads it in any case
     # end: folder
     print(f"saved as a {type(again).__name__}, which the stock class {'loads' if stock else 'cannot build'}")
