@@ -196,7 +196,7 @@ def test_a_uniform_budget_ends_in_the_stock_class(tmp_path: Path) -> None:
 
     network, inputs = decoder("Llama", (64, 64), intermediate_size=64, use_cache=False, tie_word_embeddings=True)
     gated = l0.attach(network.train(), inputs)
-    budget = l0.Budget(gated, params={"*mlp*": 0.5, "*self_attn*": 0.6}, steps=6, uniform=True)
+    budget = l0.Budget(gated, params={"*mlp*": 0.5, "*self_attn*": 0.6}, steps=6, uniform="blocks")
     optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
     budget.drive(optimizer)
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""`uniform=True`: layers whose names differ in numbers alone keep as many units, within the target and filling it."""
+"""`uniform="blocks"`: layers whose names differ in numbers alone keep as many units, within the target, and fill it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_like_layers_keep_as_many_units_and_fill_the_target(at_most: float) -> N
     evidence = dict(zip(("up.0", "up.1"), network.evidence()[:128].split(64), strict=True))
     before = widths(l0.compact(network))
     assert before[0] != before[1]
-    l0.finalize(network, at_most, uniform=True, fill=True)
+    l0.finalize(network, at_most, uniform="blocks", fill=True)
     small = l0.compact(network)
     first, second, last = widths(small)
     most = at_most * size(64, 6)
@@ -74,25 +74,25 @@ def test_like_layers_keep_as_many_units_and_fill_the_target(at_most: float) -> N
 def test_without_filling_nothing_but_the_mean_opens() -> None:
     network = gated()
     opens = network.opens()[:128].view(2, 64).sum(1).tolist()
-    l0.finalize(network, 1.0, uniform=True)
+    l0.finalize(network, 1.0, uniform="blocks")
     assert widths(l0.compact(network))[:2] == (8 * round(sum(opens) / 16),) * 2
 
 
 def test_a_target_below_the_least_widths_is_refused() -> None:
     least = size(8, 1) / size(64, 6)
-    l0.Budget(gated(), params=1.001 * least, steps=4, uniform=True)
+    l0.Budget(gated(), params=1.001 * least, steps=4, uniform="blocks")
     with pytest.raises(ValueError, match=r"`at_most` must be at least 0\.1"):
-        l0.Budget(gated(), params=0.999 * least, steps=4, uniform=True)
+        l0.Budget(gated(), params=0.999 * least, steps=4, uniform="blocks")
     network = gated()
     before = network.opens()
     with pytest.raises(ValueError, match=r"`at_most` must be at least 0\.1"):
-        l0.finalize(network, 0.999 * least, uniform=True)
+        l0.finalize(network, 0.999 * least, uniform="blocks")
     assert torch.equal(network.opens(), before)
 
 
 def test_a_budget_hands_over_uniform_layers() -> None:
     network = gated(wide=16)  # fewer than 64: single units
-    budget = l0.Budget(network, params=0.5, steps=6, uniform=True)
+    budget = l0.Budget(network, params=0.5, steps=6, uniform="blocks")
     optimizer = torch.optim.Adam(network.param_groups(lr=1e-2))
     budget.drive(optimizer)
     for _ in range(6):
@@ -103,5 +103,12 @@ def test_a_budget_hands_over_uniform_layers() -> None:
     assert first == second
     assert size(first, last) <= 0.5 * size(16, 6) < size(first + 1, last)
     other = l0.Budget(gated(wide=16), params=0.5, steps=6)
-    with pytest.raises(ValueError, match="whose `uniform` is True, not False"):
+    with pytest.raises(ValueError, match="whose `uniform` is blocks, not None"):
         other.load_state_dict(budget.state_dict())
+
+
+def test_what_is_no_such_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match="`uniform` must be None or 'blocks', got True"):
+        l0.Budget(gated(), params=0.5, steps=4, uniform=True)
+    with pytest.raises(ValueError, match="`uniform` must be None or 'blocks', got 'layers'"):
+        l0.finalize(gated(), 0.5, uniform="layers")

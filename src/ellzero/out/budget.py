@@ -27,7 +27,7 @@ from ellzero.objectives.watching import moves
 from ellzero.out import shrinking
 from ellzero.out.compaction import compact
 from ellzero.out.driving import Driver, refuse_without
-from ellzero.out.finalization import MUCH, refuse_unreachable
+from ellzero.out.finalization import MUCH, Uniform, refuse_unreachable
 from ellzero.out.settling import recalibrate, settle
 
 # The share of the steps in which gates learn. A small ResNet on CIFAR-100 (`benchmarks/own_loop.py`), 8 epochs, two
@@ -64,8 +64,8 @@ class Budget:
             memory of Adafactor), they stay as masks until `finish`, with the same result: `print(budget)` says why.
         ema: decay of an average of the small network's weights, which `finish` hands over in their place; none if
             `None`.
-        uniform: whether layers whose names differ in numbers alone keep as many units, as stock classes of Hugging Face
-            ask for (`finalize`).
+        uniform: "blocks" if layers whose names differ in numbers alone are to keep as many units, as stock classes of
+            Hugging Face ask for (`finalize`).
 
     Attributes:
         done: optimizer steps so far.
@@ -111,7 +111,7 @@ class Budget:
         gate_lr: float | None = None,
         shrink: bool = True,
         ema: float | None = None,
-        uniform: bool = False,
+        uniform: Uniform = None,
     ) -> None:
         if not isinstance(gated, Gated):
             raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ellzero.out.compaction import refuse_unfit
 
 MUCH = 0.2  # of the dense cost: what `finalize` may close without a word
 STEP, WIDE = 8, 64  # uniform widths are multiples of this, in layers with at least so many units
+Uniform = Literal["blocks"] | None
 
 
 def finalize(
@@ -32,7 +33,7 @@ def finalize(
     cost: Cost = params,
     *,
     fill: bool = False,
-    uniform: bool = False,
+    uniform: Uniform = None,
 ) -> None:
     """Closes units until the *kept* cost is within the target: control becomes a guarantee.
 
@@ -48,8 +49,8 @@ def finalize(
         fill: also open closed units, by little (`AbstractGate.open_`): one of each placement that has none, as `revive`
             does, then those with most evidence per cost, while they fit. A budget that is not used is error for
             nothing. This changes what the network computes; tune it afterwards.
-        uniform: leave as many units open in all placements of one size whose names differ in numbers alone, such as the
-            layers of a transformer: multiples of 8 where there are 64 or more. What that opens, opens by little too.
+        uniform: "blocks" to leave as many units open in all placements of one size whose names differ in numbers alone,
+            such as the layers of a transformer: multiples of 8 of 64 or more. What that opens, opens by little too.
 
     Raises:
         ValueError: the target lies below what the gates can reach; nothing is changed.
@@ -68,10 +69,11 @@ def finalize(
 
 
 def bring_within(
-    gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]], *, fill: bool, uniform: bool = False
+    gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]], *, fill: bool, uniform: Uniform = None
 ) -> None:
     """Closes units until every kept cost is within its target, as `finalize` does for one cost."""
     refuse_unfit(gated)
+    _check_uniform(uniform)
     targets = [target for cost, at_most in bounds.items() for target in _targets(gated, at_most, cost)]
     for target in targets:
         fraction = target.fraction
@@ -111,7 +113,7 @@ def revive(gated: Gated) -> None:
 
 
 def refuse_unreachable(
-    gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, uniform: bool = False
+    gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, uniform: Uniform = None
 ) -> None:
     """Refuses, before any training, a target that `finalize` could not reach: one below what is kept with one unit in
     each placement.
@@ -134,6 +136,7 @@ def refuse_unreachable(
         Traceback (most recent call last):
         ValueError: `at_most` must be at least 0.3913 of the dense cost, what is left with ...
     """
+    _check_uniform(uniform)
     everything = torch.ones_like(gated.opens(), dtype=torch.bool)
     for target in _targets(gated, at_most, cost):
         worth = -target.savings(everything)
@@ -200,6 +203,11 @@ def _put(gated: Gated, opens: Tensor) -> None:
         wanted = opens[mine].reshape(gate.shape)
         gate.close_(gate.open() & ~wanted)
         gate.open_(~gate.open() & wanted)
+
+
+def _check_uniform(uniform: object) -> None:
+    if uniform not in (None, "blocks"):
+        raise ValueError(f"`uniform` must be None or 'blocks', got {uniform!r}")
 
 
 def _families(gated: Gated) -> list[list[slice]]:

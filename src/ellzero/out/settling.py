@@ -17,13 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ellzero import gates
 from ellzero.gated.module import Gated
 from ellzero.objectives.costs import Cost
-from ellzero.out.finalization import bring_within, revive
+from ellzero.out.finalization import Uniform, bring_within, revive
 
 Bounds = Mapping[Cost, float | Mapping[str, float]]
 
 
 @torch.no_grad()
-def settle(gated: Gated, bounds: Bounds, *, uniform: bool = False) -> None:
+def settle(gated: Gated, bounds: Bounds, *, uniform: Uniform = None) -> None:
     """Ends the gates' learning: the kept cost is just within every bound, and there is no noise from here on.
 
     Units are closed, or opened, until what is kept is within the bounds and fills them; at least one of each placement
