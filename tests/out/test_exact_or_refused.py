@@ -278,7 +278,9 @@ def test_what_draws_in_training_alone_freezes_nothing() -> None:
 @pytest.mark.slow
 def test_wild_networks_are_exact_or_refused() -> None:
     """A few of those that `tools/fuzz.py` draws: parts, casts, random numbers, calls by keyword, attention."""
-    outcomes = dict(judged(seed) for seed in (1001, 1005, 1017, 1020, 1037, 1051, 5027, 5082, 5099, 5108))
+    outcomes = dict(
+        judged(seed) for seed in (1001, 1005, 1017, 1020, 1037, 1051, 5027, 5082, 5099, 5108, 2008465, 2009326)
+    )
     assert outcomes.keys() <= {"exact", "refused", "nothing left"}, outcomes
 
 

@@ -52,13 +52,12 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     bench = _Bench(model, graph, inputs)
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
     reasons = dict.fromkeys(bench.unseen(free), UNSEEN)
+    # Whether such a number is a literal shows in no output where a condition hides it: nobody guesses.
+    told = [(set(units.tolist()), why) for units, why in groups_of_a_forward(model, graph) if why]
+    reasons |= {k: why for units, why in told for k in free if bench.among(units, k)}
     sets = _together(graph, [k for k in free if k not in reasons])
     survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
     good = _sift(survivors, [], bench.keeps_its_way, reasons)
-    for units, hint in groups_of_a_forward(model, graph) if reasons else ():
-        for k, why in reasons.items():
-            if hint and why not in (UNSEEN, STUCK) and bench.among(set(units.tolist()), k):
-                reasons[k] = f"{why}; {hint}"
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
     lone = [s for s in sets if all(graph.axes[k].size == 1 for k in s)]
     bench.graph = graph.with_axes(axes)
@@ -243,8 +242,14 @@ class _Bench:
                 return failure
             left = [k for k in left if plan.units[self.span(k)].all()]
             if not left:
-                break
+                return self.keeps_its_way_unevenly(axes)
         return STUCK if left else None
+
+    def keeps_its_way_unevenly(self, axes: Sequence[int]) -> str | None:
+        """Some axes lose units and others do not: what asks whether a width is even may have met even ones alone."""
+        seeds = range(0 if is_large(self.original) else 4)
+        failures = (self.follows(self._part(axes, "uneven", seed=seed), axes) for seed in seeds)
+        return next((failure for failure in failures if failure), None)
 
     def follows(self, plan: Plan, axes: Sequence[int]) -> str | None:
         """Whether all units that are left are where they are looked for. A trace tells, and it is dear."""
