@@ -16,15 +16,15 @@ from support import traced
 from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
 
 
-def entries(gated: l0.Gated, alive: np.ndarray, inputs: dict[str, np.ndarray]) -> int:
+def entries(gated: l0.Gated, alive: np.ndarray, inputs: dict[tuple[str, int], np.ndarray]) -> int:
     """Parameters left, counted entry by entry: an entry stays if everything it lies on does."""
     total = 0
     for tensor in gated.graph.parameters:
         stays = np.ones(gated.graph.shapes[tensor], dtype=bool)
         for dims, units in gated.graph.units.get(tensor, {}).items():
             on = alive[units] | (units < 0)
-            if tensor in inputs and dims == gated.graph.reading[tensor]:
-                on = inputs[tensor]
+            if len(dims) == 1 and (tensor, dims[0]) in inputs:
+                on = inputs[tensor, dims[0]]
             stays &= on.reshape([stays.shape[d] if d in dims else 1 for d in range(stays.ndim)])
         total += int(stays.sum())
     return total

@@ -236,13 +236,15 @@ class _Bench:
     def keeps_its_way(self, axes: Sequence[int]) -> str | None:
         """Follows removals until each axis has lost units in one: where parts are balanced, all may have come back."""
         left = [k for k in axes if self.graph.axes[k].size > 1 and self.graph.placed[self.span(k)].any()]
+        several = len(left)
         for seed, much in enumerate(_FOLLOWED if left else ()):
             plan = self._part(axes, much, seed=seed)
             if failure := self.follows(plan, axes):
                 return failure
             left = [k for k in left if plan.units[self.span(k)].all()]
             if not left:  # and some without others: who asks whether a width is even may have met even ones alone
-                plans = (self._part(axes, "uneven", seed=n) for n in range(0 if is_large(self.original) else 4))
+                more = 0 if is_large(self.original) or several < 2 else 4
+                plans = (self._part(axes, "uneven", seed=n) for n in range(more))
                 return next(filter(None, (self.follows(plan, axes) for plan in plans)), None)
         return STUCK if left else None
 
