@@ -3,7 +3,6 @@
 What comes in has another batch size and other image sizes than the example.
 """
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import ellzero as l0
 from ellzero.graph.plan import make_plan
 from ellzero.out import saving
 from support import traced
+from support.loops import Loop, driven
 from support.oracles import (
     Readers,
     assert_counted,
@@ -266,39 +266,29 @@ def test_a_removal_that_is_undone_gives_the_groups_back(affine: bool) -> None:
     assert (model.inside.num_groups, model.inside.num_channels, model.a.out_channels) == (3, 6, 6)
 
 
-def budgeted(**options: Any) -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
+def budgeted(**options: Any) -> Loop:
     torch.manual_seed(0)
     gated = traced.attached(Block(affine=False).double(), draw(2, 2, 4, 4)).train()
-    budget = l0.Budget(gated, macs=0.75, steps=40, learning=0.5, **options)
-    optimizer = torch.optim.SGD(gated.param_groups(lr=1e-2), momentum=0.9)
-    budget.drive(optimizer)
-    return gated, budget, optimizer
-
-
-def train(gated: l0.Gated, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        torch.manual_seed(step)  # the same noise, whoever draws it
-        optimizer.zero_grad()
-        (gated(draw(4, 2, 4, 4)) - draw(4, 2)).square().mean().backward()
-        optimizer.step()
+    sgd = torch.optim.SGD(gated.param_groups(lr=1e-2), momentum=0.9)
+    x, y = draw(4, 2, 4, 4), draw(4, 2)
+    return driven(gated, sgd, lambda _: (gated(x) - y).square().mean(), macs=0.75, steps=40, learning=0.5, **options)
 
 
 @pytest.mark.slow
 def test_groups_leave_the_live_network_and_a_loop_goes_on() -> None:
     networks: list[Any] = []
     for shrink in (True, False):
-        gated, budget, optimizer = budgeted(shrink=shrink)
-        train(gated, optimizer, range(32))
-        states = copy.deepcopy([budget.state_dict(), gated.state_dict(), optimizer.state_dict()])
-        assert (gated.model.inside.num_groups < 3) == shrink
-        train(gated, optimizer, range(32, 40))
-        networks.append(budget.finish())
+        loop = budgeted(shrink=shrink)
+        loop.train(range(32))
+        state = loop.state()
+        assert (loop.gated.model.inside.num_groups < 3) == shrink
+        loop.train(range(32, 40))
+        networks.append(loop.budget.finish())
         if shrink:
-            other, resumed, sgd = budgeted()
-            for thing, state in zip((resumed, other, sgd), states, strict=True):
-                thing.load_state_dict(state)
-            train(other, sgd, range(32, 40))
-            networks.append(resumed.finish())
+            other = budgeted()
+            other.take_up(state)
+            other.train(range(32, 40))
+            networks.append(other.budget.finish())
     x = draw(3, 2, 5, 5)
     assert len({m.inside.num_groups for m in networks}) == 1
     assert torch.equal(networks[0](x), networks[1](x))

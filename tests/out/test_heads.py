@@ -3,7 +3,6 @@
 What comes in has another batch size and another length than the example.
 """
 
-import copy
 import itertools
 from typing import Any
 
@@ -17,6 +16,7 @@ import ellzero as l0
 from ellzero.graph.plan import make_plan
 from support import traced
 from support.attention import MASKS, PROJECTIONS, Attention
+from support.loops import Loop, driven
 from support.oracles import assert_counted, assert_same, counted_macs, each, masked_by_hand, numel, set_gates, settled
 
 
@@ -184,30 +184,22 @@ class Trained(nn.Module):
         return h + self.second(h, h, h, need_weights=False)[0]
 
 
-def budgeted(**options: Any) -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
+def budgeted(**options: Any) -> Loop:
     gated = traced.attached(Trained().double(), draw(2, 5, 8)).train()
-    budget = l0.Budget(gated, macs=0.6, steps=40, learning=0.5, ema=0.9, **options)
-    optimizer = torch.optim.SGD(gated.param_groups(lr=1e-2), momentum=0.9)
-    budget.drive(optimizer)
-    return gated, budget, optimizer
-
-
-def train(gated: l0.Gated, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        torch.manual_seed(step)  # the same noise, whoever draws it
-        optimizer.zero_grad()
-        (gated(draw(4, 5, 8)) - draw(4, 5, 8).roll(1, 1)).square().mean().backward()
-        optimizer.step()
+    sgd = torch.optim.SGD(gated.param_groups(lr=1e-2), momentum=0.9)
+    x, y = draw(4, 5, 8), draw(4, 5, 8).roll(1, 1)
+    own = {"macs": 0.6, "steps": 40, "learning": 0.5, "ema": 0.9}
+    return driven(gated, sgd, lambda _: (gated(x) - y).square().mean(), **own, **options)
 
 
 @pytest.mark.slow
 def test_heads_leave_the_live_network_and_the_result_is_that_of_masks() -> None:
     networks: list[Any] = []
     for shrink in (True, False):
-        gated, budget, optimizer = budgeted(shrink=shrink)
-        train(gated, optimizer, range(40))
-        assert (budget.masked is None) == shrink
-        networks.append(budget.finish())
+        loop = budgeted(shrink=shrink)
+        loop.train(range(40))
+        assert (loop.budget.masked is None) == shrink
+        networks.append(loop.budget.finish())
     small, masked = networks
     heads = [(n.first.num_heads, n.second.num_heads) for n in networks]
     assert heads[0] == heads[1] < (4, 4)
@@ -217,15 +209,14 @@ def test_heads_leave_the_live_network_and_the_result_is_that_of_masks() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [12, 31], ids=["learning", "tuning"])
 def test_a_loop_that_takes_heads_away_goes_on_bit_for_bit(stop: int) -> None:
-    gated, budget, optimizer = budgeted()
-    train(gated, optimizer, range(stop))
-    states = copy.deepcopy([budget.state_dict(), gated.state_dict(), optimizer.state_dict()])
-    train(gated, optimizer, range(stop, 40))
-    other, resumed, sgd = budgeted()
-    for thing, state in zip((resumed, other, sgd), states, strict=True):
-        thing.load_state_dict(state)
-    train(other, sgd, range(stop, 40))
-    ours, theirs = budget.finish().state_dict(), resumed.finish().state_dict()
+    loop = budgeted()
+    loop.train(range(stop))
+    state = loop.state()
+    loop.train(range(stop, 40))
+    other = budgeted()
+    other.take_up(state)
+    other.train(range(stop, 40))
+    ours, theirs = loop.budget.finish().state_dict(), other.budget.finish().state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 

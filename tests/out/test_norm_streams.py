@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.graph.plan import Shrunk
 from ellzero.out.shrinking import carry_out, propose
+from support import traced
+from support.loops import Loop, driven
 from support.oracles import assert_counted, assert_same, each, masked_by_hand, set_gates, settled
 from support.prenorm import NORMS, PreNorm, masked, words
 
@@ -292,33 +294,27 @@ def _saved(model: nn.Module, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:gates settle after")
 def test_a_budget_takes_units_out_of_a_stream_and_is_taken_up_again() -> None:
-    def started() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
+    def begun() -> Loop:
         torch.manual_seed(0)
-        gated = l0.attach(PreNorm(kind="llama", fused=True), words(2, 5), where=STREAMS)
-        budget = l0.Budget(gated, macs=0.4, steps=12, learning=0.5, ema=0.5)
-        optimizer = torch.optim.AdamW(gated.param_groups(lr=1e-2))
-        budget.drive(optimizer)
-        return gated, budget, optimizer
+        gated = traced.attached(PreNorm(kind="llama", fused=True), words(2, 5), where=STREAMS)
+        adam = torch.optim.AdamW(gated.param_groups(lr=1e-2))
 
-    def trained(gated: l0.Gated, optimizer: torch.optim.Optimizer, steps: range) -> None:
-        for k in steps:
-            torch.manual_seed(k)
-            optimizer.zero_grad()
-            F.cross_entropy(gated(words(4, k % 5 + 3)).flatten(0, 1), words(4, k % 5 + 3).flatten()).backward()
-            optimizer.step()
+        def loss(step: int) -> Tensor:
+            text = words(4, step % 5 + 3)
+            return F.cross_entropy(gated(text).flatten(0, 1), text.flatten())
 
-    gated, budget, optimizer = started()
-    trained(gated, optimizer, range(9))
-    states = copy.deepcopy([part.state_dict() for part in (budget, gated, optimizer)])
-    trained(gated, optimizer, range(9, 12))
-    small: Any = budget.finish()
+        return driven(gated, adam, loss, macs=0.4, steps=12, learning=0.5, ema=0.5)
+
+    loop = begun()
+    loop.train(range(9))
+    state = loop.state()
+    loop.train(range(9, 12))
+    small: Any = loop.budget.finish()
     left = small.norm.weight.shape[0]
     assert left < 6
     assert small.norm.variance_epsilon == pytest.approx(0.03 * 6 / left, rel=1e-14)
-    other, taken_up, its = started()
-    taken_up.load_state_dict(states[0])
-    other.load_state_dict(states[1])
-    its.load_state_dict(states[2])
-    trained(other, its, range(9, 12))
-    again: Any = taken_up.finish()
+    other = begun()
+    other.take_up(state)
+    other.train(range(9, 12))
+    again: Any = other.budget.finish()
     assert torch.equal(again.eval()(words(3, 7)), small.eval()(words(3, 7)))
