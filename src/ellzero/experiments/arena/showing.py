@@ -110,7 +110,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
                 axes[columns + at].plot(dense[1], dense[2], "x", color=INK)
             axes[at].set(title=networks.find(network).title, xlabel="MACs kept (% of dense)", ylabel="test error (%)")
             axes[columns + at].set(xlabel="seconds of training", ylabel="test error (%)")
-        legend(figure, axes[0])
+        legend(figure, axes[0], columns=3)
         caption = (
             "Mean test error with its 95 % interval, by method: above against the share of the dense MACs that the "
             "network keeps, below against the seconds of training, dense phases and pruning counted in. All methods "
