@@ -123,6 +123,7 @@ class _Bench:
         self.original, self.inputs = model, inputs
         self.scenes: list[Scene] = []
         self.moved: set[int] = set()
+        self.cells: dict[int, list[Numbers]] = {}  # of each axis that was asked about
         self.tolerance = 1e-9
         few = first_examples(inputs, enough(model, graph))
         # The model may cast to a dtype of its own, take no other batch, or no other numbers: the first that it takes.
@@ -351,6 +352,11 @@ class _Bench:
 
     def _cells(self, axis: int) -> list[Numbers]:
         """The units of an axis, in sets that lie in the same groups of all grouped convolutions."""
+        if axis not in self.cells:
+            self.cells[axis] = self._cells_anew(axis)
+        return self.cells[axis]
+
+    def _cells_anew(self, axis: int) -> list[Numbers]:
         span = self.span(axis)
         place: list[list[int]] = [[] for _ in range(self.graph.axes[axis].size)]
         for balance in self.graph.balances:
