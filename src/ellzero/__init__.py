@@ -39,6 +39,7 @@ from ellzero.objectives.penalty import Penalty
 from ellzero.out.budget import Budget
 from ellzero.out.compaction import compact, fold
 from ellzero.out.finalization import finalize
+from ellzero.out.latency.cost import Latency
 from ellzero.out.reporting import report
 from ellzero.out.saving import load, save
 from ellzero.out.settling import recalibrate
@@ -52,6 +53,7 @@ __all__ = [
     "Cost",
     "Gated",
     "HardConcreteGate",
+    "Latency",
     "Penalty",
     "Placement",
     "attach",

@@ -11,7 +11,7 @@ from ellzero.graph.tracing import as_inputs, trace
 from ellzero.graph.trials import running
 from ellzero.graph.trials.rehearsal import proven
 from ellzero.graph.trials.running import agree
-from ellzero.graph.trials.scenes import Loans, Scene, loans, staged
+from ellzero.graph.trials.scenes import Loans, Scene, left_out, loans, staged
 from support.zoo import LeNet, ResNet
 
 
@@ -77,18 +77,20 @@ def test_a_large_network_is_tried_out_on_borrowed_weights(monkeypatch: pytest.Mo
     monkeypatch.setattr(running, "LARGE", 0)
     asked: list[str] = []
     made = Loans.made
-    monkeypatch.setattr(Loans, "made", lambda self, name: asked.append(name) or made(self, name))
+    monkeypatch.setattr(Loans, "made", lambda self, name, *room: asked.append(name) or made(self, name, *room))
     found = proven(model, trace(model, x), as_inputs(x))
     assert asked
     assert [(a.frozen, a.can_vanish) for a in found.axes] == [(a.frozen, a.can_vanish) for a in usual.axes]
 
 
 class Tokens(nn.Module):
-    """A stream with a block on it and a head: the head's inputs all stay, and its outputs are the network's."""
+    """A stream with a block on it and a head: the head's inputs all stay behind a LayerNorm, and its outputs are the
+    network's.
+    """
 
-    def __init__(self, *, last: int = 0, twice: bool = False) -> None:
+    def __init__(self, *, last: int = 0, twice: bool = False, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.first, self.norm = nn.Linear(4, 6), norm(6)
         self.up, self.down, self.head = nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 30, bias=False)
         self.last, self.twice = last, twice
 
@@ -108,13 +110,45 @@ def test_last_layers_are_left_out_where_their_inputs_tell_all(monkeypatch: pytes
         assert loans(model.eval(), trace(model, example), torch.float64, 0).ends == ends
     asked: list[str] = []
     made = Loans.made
-    monkeypatch.setattr(Loans, "made", lambda self, name: asked.append(name) or made(self, name))
+    monkeypatch.setattr(Loans, "made", lambda self, name, *room: asked.append(name) or made(self, name, *room))
     for last in (0, 4):  # the last four of nine units are others of fewer, which the head's input tells
         model = Tokens(last=last).eval()
         found = {a.name: a.frozen for a in proven(model, trace(model, x), as_inputs(x)).axes}
         assert (found["up"] is None) is (last == 0)
         assert "head.weight" not in asked
         assert "up.weight" in asked
+
+
+def test_what_stays_of_the_input_of_a_last_layer_tells_its_output() -> None:
+    model = Tokens(norm=nn.RMSNorm).double().eval()
+    graph, lent, own = scenes(model, torch.randn(2, 4).double())
+    assert lent.loans.ends == ("head",)
+    (k,) = (k for k, a in enumerate(graph.axes) if a.closing)
+    alive = graph.placed | True
+    alive[graph.offsets[k] + 1 : graph.offsets[k] + 4] = False
+    plan = make_plan(graph, alive)
+    kept = plan.rows["head.weight"][1]
+    assert len(kept) == 3
+    masked, small = lent.both(graph, plan)
+    there = nn.functional.linear(masked[0], own.model.get_parameter("head.weight").detach()[:, kept])
+    assert agree([there], own.masked(graph, plan.units)[0], 1e-12)
+    assert agree(masked, small.masked(graph, plan.units)[0], 1e-12)
+    assert small.model.get_parameter("head.weight").shape == (30, 3)
+    assert small.model.get_parameter("head.weight").isnan().all()
+    # What is not zero where units are closed reaches the output: then it is looked at as well.
+    shut = {"head": ~alive[graph.units["head.weight"][1,]]}
+    for x, size in ((torch.ones(2, 6), 6), (torch.ones(2, 6) * ~torch.as_tensor(shut["head"]), 3)):
+        with left_out(lent.model, ["head"], shut) as outputs:
+            assert outputs(lent.model.get_submodule("head")(x))[0].shape == (2, size)
+
+
+@pytest.mark.parametrize("last", [0, 4])
+def test_a_stream_that_a_norm_reads_is_found_as_without_its_head(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Tokens(last=last, norm=nn.RMSNorm).eval(), torch.randn(2, 4)
+    usual = proven(model, trace(model, x), as_inputs(x))
+    monkeypatch.setattr(running, "LARGE", 0)
+    found = proven(model, trace(model, x), as_inputs(x))
+    assert [(a.frozen, a.can_vanish) for a in found.axes] == [(a.frozen, a.can_vanish) for a in usual.axes]
 
 
 class Repeats(nn.Module):

@@ -168,6 +168,7 @@ class Tab:
         self.requests: list[str] = []
         self.dialogs: list[str] = []
         self._loads = 0
+        self._touch: bool | None = None
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self.browser.ask(method, self.session, **parameters)
@@ -201,7 +202,9 @@ class Tab:
     def resize(self, width: int, height: int = 900, *, dark: bool = False, touch: bool = False) -> None:
         """Another window: its size in pixels, whether the system is dark, whether there is a finger and no mouse."""
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=touch)
-        self.ask("Emulation.setTouchEmulationEnabled", enabled=touch)
+        if touch != self._touch:  # asked again in a page that is open, it forgets that there is a mouse
+            self.ask("Emulation.setTouchEmulationEnabled", enabled=touch)
+            self._touch = touch
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.settle()

@@ -38,6 +38,14 @@ def shrunk_run() -> Path:
     return finished(SHRINKS, images=100, closed={"fc1": 99, "fc2": 40})
 
 
+WHOLE = SHRINKS.override(name="whole", placement="per_layer")
+
+
+def whole_run() -> Path:
+    """A finished run whose page has every chart there is: it has input gates, shrinks, skips an event and is tuned."""
+    return finished(WHOLE, images=100, closed={"fc2": 99, "fc3": 40})
+
+
 def embedded(page: str) -> dict[str, dict[str, Any]]:
     """The charts in a page by name, as its script will read them."""
     found = re.findall(r'<script type="application/json" id="data-([a-z0-9-]+)">(.*?)</script>', page, re.DOTALL)

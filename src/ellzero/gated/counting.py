@@ -59,6 +59,11 @@ class Census:
 
     def kept(self, plan: Plan) -> Vector:
         """What each term costs in the network that `plan` leaves: exact."""
+        x = self.kept_widths(plan)
+        return self.scale * x[self.left] * x[self.right]
+
+    def kept_widths(self, plan: Plan) -> Vector:
+        """X in the network that `plan` leaves: how many members each row counts."""
         members = [plan.units[self.units]]
         for tensor, dim, size in self.inputs:
             stays = np.ones(size, dtype=bool)
@@ -68,8 +73,8 @@ class Census:
             members.append(stays)
         alive = np.concatenate(members).astype(np.float64)
         sums = np.bincount(self.segment, alive, self.matrix.shape[1])
-        x = self.constant + self.matrix @ sums
-        return self.scale * x[self.left] * x[self.right]
+        out: Vector = self.constant + self.matrix @ sums
+        return out
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arrays as tensors, for `expected`."""
@@ -79,15 +84,23 @@ class Census:
 
     def expected(self, units: Tensor, inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
         """What each term costs in expectation, given P(alive) of every unit and P(open) of the `inputs`."""
-        alive = torch.cat([units[tables["units"]], *inputs]) if inputs else units[tables["units"]]
-        sums = alive.new_zeros(tables["matrix"].shape[1]).index_add(0, tables["segment"], alive)
-        x = torch.addmv(tables["constant"], tables["matrix"], sums)
+        alive = self.population(units, inputs, tables)
+        x = self.expected_widths(alive, tables)
         terms = tables["scale"] * x[tables["left"]] * x[tables["right"]]
         if len(tables["part"]):
             more = alive[tables["part"]] * (1 - alive[tables["whole"]])
             sums = more.new_zeros(tables["twice"].shape[1]).index_add(0, tables["sort"], more)
             terms = terms + tables["twice"] @ sums
         return terms
+
+    def population(self, units: Tensor, inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
+        """P(alive) of every member: the units that a gate can close, then the `inputs`."""
+        return torch.cat([units[tables["units"]], *inputs]) if inputs else units[tables["units"]]
+
+    def expected_widths(self, alive: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        """E[X], given P(alive) of every member of the population."""
+        sums = alive.new_zeros(tables["matrix"].shape[1]).index_add(0, tables["segment"], alive)
+        return torch.addmv(tables["constant"], tables["matrix"], sums)
 
 
 class _Builder:

@@ -26,9 +26,9 @@ from transformers.initialization import no_init_weights
 
 from ellzero.gated.module import Gated
 from ellzero.graph.tracing import Inputs, as_inputs
+from ellzero.graph.trials import fingerprint
 from ellzero.graph.trials.running import agree, outputs
 from ellzero.integrations.widths import Widths
-from ellzero.out import fingerprint
 from ellzero.out.compaction import TOLERANCE
 from ellzero.out.files import write_text, writing
 from ellzero.out.saving import load, members_of, save

@@ -11,7 +11,7 @@ for more.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
@@ -21,9 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ellzero.gated.counting import Census
+from ellzero.gated.counting import Vector
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement
+from ellzero.graph.plan import Plan
 
 
 class Cost(Protocol):
@@ -155,7 +156,7 @@ def complexity(gated: Gated, *, kept: bool = False, only: str | None = None) -> 
         charged = charged * gated.opens()
     if only is None:
         return charged.sum()
-    chosen = _matches([p.name for p in gated.placements], only, "a set of gates")
+    chosen = matching([p.name for p in gated.placements], only, "a set of gates")
     parts = zip(gated.by_placement(charged).values(), chosen, strict=True)
     return torch.stack([part.sum() for part, take in parts if take]).sum()
 
@@ -275,7 +276,8 @@ def _open(gated: Gated, kept: bool) -> Tensor:
     return gated.opens().double() if kept else gated.prob_open()
 
 
-def _matches(names: Sequence[str], only: str | None, what: str) -> list[bool]:
+def matching(names: Sequence[str], only: str | None, what: str) -> list[bool]:
+    """Which names a pattern names; refused if none."""
     chosen = [only is None or fnmatchcase(name, only) for name in names]
     if not any(chosen):
         raise ValueError(
@@ -301,24 +303,24 @@ def _terms(which: str, gated: Gated, kept: bool, only: str | None) -> tuple[Any,
         raise ValueError(f"`{which}` needs a traced forward, and the axes of this network were given by hand")
     key = ("chosen", which, only)
     if key not in gated.memo:  # once: no graph can match patterns
-        gated.memo[key] = [True] * len(census.names) if only is None else _matches(census.names, only, "a layer")
+        gated.memo[key] = [True] * len(census.names) if only is None else matching(census.names, only, "a layer")
     chosen: list[bool] = gated.memo[key]
     if kept:
-        return census, _kept_terms(which, gated, census), chosen
+        return census, kept_terms(which, gated, census.kept), chosen
     return census, census.expected(*gated.alive(), gated.census_tables[which]), chosen
 
 
-def _kept_terms(which: str, gated: Gated, census: Census) -> Tensor:
+def kept_terms(key: Hashable, gated: Gated, count: Callable[[Plan], Vector]) -> Tensor:
     """What is kept by each layer. While gates learn, mostly the same ones are open as in the step before: then a plan
     of removal is not made again. It follows from what is open alone, but where evidence chooses the unit that stays.
     """
-    opens, key = gated.opens().cpu().numpy().tobytes(), ("kept", which)
+    opens, key = gated.opens().cpu().numpy().tobytes(), ("kept", key)
     lasting = gated.taken is None and not gated.graph.balanced and not torch.compiler.is_compiling()
     if lasting and key in gated.memo and gated.memo[key][0] == opens:
         before: Tensor = gated.memo[key][1]
         return before
     plan = gated.plan(refuse=False)
-    terms = torch.as_tensor(census.kept(plan), device=gated.tables["ends"].device)
+    terms = torch.as_tensor(count(plan), device=gated.tables["ends"].device)
     spans = zip(gated.graph.axes, gated.graph.offsets, strict=False)
     if lasting and not any(a.size > 1 and plan.units[s : s + a.size].sum() == 1 for a, s in spans):
         gated.memo[key] = opens, terms
@@ -329,7 +331,7 @@ def _counting_sites(
     gated: Gated, only: str | None, placements: Sequence[Placement]
 ) -> dict[str, list[tuple[int, Placement, Any]]]:
     """For each tensor the sites that count it: where their gates start, and the site."""
-    chosen = _matches([p.name for p in gated.placements], only, "a set of gates")
+    chosen = matching([p.name for p in gated.placements], only, "a set of gates")
     out: dict[str, list[tuple[int, Placement, Any]]] = {}
     start = 0
     for placement, take in zip(placements, chosen, strict=True):

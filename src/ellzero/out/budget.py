@@ -28,6 +28,8 @@ from ellzero.out import shrinking
 from ellzero.out.compaction import compact
 from ellzero.out.driving import Driver, refuse_without
 from ellzero.out.finalization import MUCH, Uniform, refuse_unreachable
+from ellzero.out.latency.bounds import measured, said, tables, take_tables
+from ellzero.out.latency.cost import Latency
 from ellzero.out.settling import recalibrate, settle
 
 # The share of the steps in which gates learn. A small ResNet on CIFAR-100 (`benchmarks/own_loop.py`), 8 epochs, two
@@ -57,6 +59,8 @@ class Budget:
         params: the same of parameters.
         l0_norm: the same of the weights that gates count.
         units: the same of units.
+        latency: fraction of the dense network's time, which is measured first (`Latency.measure`) on the device, batch
+            and type of the example. For others, put `{Latency.measure(gated, …): 0.5}` into `at_most`.
         learning: the share of the steps in which gates learn.
         gate_lr: the learning rate of the gates, as for Adam; one that fits the steps if `None`.
         shrink: whether closed units leave the live network when the gates settle. Where something else holds on to the
@@ -107,6 +111,7 @@ class Budget:
         params: float | Mapping[str, float] | None = None,
         l0_norm: float | Mapping[str, float] | None = None,
         units: float | Mapping[str, float] | None = None,
+        latency: float | Mapping[str, float] | None = None,
         learning: float = LEARNING,
         gate_lr: float | None = None,
         shrink: bool = True,
@@ -115,14 +120,10 @@ class Budget:
     ) -> None:
         if not isinstance(gated, Gated):
             raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
-        named = {costs.macs: macs, costs.params: params, costs.l0_norm: l0_norm, costs.units: units}
-        self.bounds = {**(at_most or {}), **{cost: bound for cost, bound in named.items() if bound is not None}}
-        if not self.bounds:
-            raise ValueError("`macs`, `params`, `l0_norm`, `units` or `at_most` must say what the network may cost")
-        check_number("`learning` must be a share of the steps in (0, 1]", learning, lambda x: 0 < x <= 1)
-        check_number("`gate_lr` must be a positive number", 1.0 if gate_lr is None else gate_lr, lambda x: x > 0)
-        check_number("`ema` must be a decay in (0, 1)", 0.5 if ema is None else ema, lambda x: 0 < x < 1)
-        self.steps = check_count("steps", steps)
+        named = {costs.macs: macs, costs.params: params, costs.l0_norm: l0_norm, costs.units: units, Latency: latency}
+        bounds = said(at_most or {}, named)
+        _check(learning, gate_lr, ema)
+        self.steps, self.bounds = check_count("steps", steps), measured(gated, bounds)
         self.settles = max(1, round(learning * steps))
         self.gate_lr = min(FASTEST, TRAVEL / self.settles) if gate_lr is None else float(gate_lr)
         self.gated, self.shrink, self.ema, self.uniform, self.done = gated, shrink, ema, uniform, 0
@@ -262,6 +263,7 @@ class Budget:
             "constraints": [constraint.state_dict() for constraint in self.constraints],
             "adam": None if self._driver is None else self._driver.adam.state_dict(),
             "average": None if self._average is None else self._average.state_dict(),
+            "tables": tables(self.bounds),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -276,6 +278,7 @@ class Budget:
                 changed.
         """
         _refuse_other(self, state)
+        take_tables(self.bounds, state["tables"])
         for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
             constraint.load_state_dict(saved)
         self.done, self.masked, self._adam = state["done"], state["masked"], state["adam"]
@@ -343,6 +346,12 @@ def _refuse_unsettled(budget: Budget) -> None:
                     f"the network keeps {100 * share:.4g} % of `{name}`, more than {100 * most:.4g} %: "
                     "a state from before the gates settled was loaded into it; load one from after"
                 )
+
+
+def _check(learning: object, gate_lr: object, ema: object) -> None:
+    check_number("`learning` must be a share of the steps in (0, 1]", learning, lambda x: 0 < x <= 1)
+    check_number("`gate_lr` must be a positive number", 1.0 if gate_lr is None else gate_lr, lambda x: x > 0)
+    check_number("`ema` must be a decay in (0, 1)", 0.5 if ema is None else ema, lambda x: 0 < x < 1)
 
 
 def _claim(gated: Gated, budget: Budget) -> None:

@@ -21,8 +21,8 @@ from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan
 from ellzero.graph.tracing import Inputs, first_line, progress, telling
+from ellzero.graph.trials.fingerprint import note_example
 from ellzero.graph.trials.running import agree, enough, first_examples, outputs, stirred, watched
-from ellzero.out.fingerprint import note_example
 
 TOLERANCE = 1e-12  # of the largest output, in float64
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, final
 
@@ -21,6 +21,8 @@ from ellzero.gates.warning import warn
 from ellzero.graph.plan import even_out
 from ellzero.objectives.costs import Cost, dense, floor, kept, l0_norm, name_of, only, params, savings, unwrapped
 from ellzero.out.compaction import refuse_unfit
+from ellzero.out.latency.cost import Latency
+from ellzero.out.latency.widening import widened
 
 MUCH = 0.2  # of the dense cost: what `finalize` may close without a word
 STEP, WIDE = 8, 64  # uniform widths are multiples of this, in layers with at least so many units
@@ -87,6 +89,8 @@ def bring_within(
             opens = _closed_until(target, opens, last)
         if fill:
             opens = _filled(targets, opens)
+        if fill and any(isinstance(unwrapped(target.cost)[0], Latency) for target in targets):
+            opens = widened(gated, opens, lambda more: all(t.kept(more) <= t.most for t in targets))
         if uniform:
             opens = _uniform(targets, opens, fill)
     _put(gated, opens)
@@ -191,15 +195,8 @@ def _targets(gated: Gated, at_most: float | Mapping[str, float], cost: Cost) -> 
     return [_Target(gated, cost, fraction, only) for only, fraction in at_most.items()]
 
 
-def _placements(gated: Gated) -> Iterator[slice]:
-    """Where the gates of each placement are in a flat vector."""
-    start = 0
-    for _, gate in gated.named_gates():
-        yield slice(start, start := start + gate.shape.numel())
-
-
 def _put(gated: Gated, opens: Tensor) -> None:
-    for mine, (_, gate) in zip(_placements(gated), gated.named_gates(), strict=True):
+    for mine, (_, gate) in zip(gated.slices(), gated.named_gates(), strict=True):
         wanted = opens[mine].reshape(gate.shape)
         gate.close_(gate.open() & ~wanted)
         gate.open_(~gate.open() & wanted)
@@ -213,7 +210,7 @@ def _check_uniform(uniform: object) -> None:
 def _families(gated: Gated) -> list[list[slice]]:
     """Placements of one size whose names differ in numbers alone."""
     found: dict[tuple[str, torch.Size], list[slice]] = defaultdict(list)
-    for mine, (name, gate) in zip(_placements(gated), gated.named_gates(), strict=True):
+    for mine, (name, gate) in zip(gated.slices(), gated.named_gates(), strict=True):
         found[re.sub(r"\d+", "#", name), gate.shape].append(mine)
     return list(found.values())
 
@@ -282,7 +279,7 @@ def _revived(gated: Gated, opens: Tensor) -> Tensor:
     """With one more gate open in each placement of which none is open that matters beside the placements before."""
     opens, evidence = opens.clone(), gated.evidence()
     there = ~torch.as_tensor(gated.gone(), device=opens.device)
-    for mine in _placements(gated):
+    for mine in gated.slices():
         ahead = opens.clone()
         ahead[mine.stop :] = True  # whatever comes after it
         among = _among(there[mine], ahead, mine, gated)
@@ -297,7 +294,7 @@ def _one_of_each(gated: Gated, opens: Tensor, worth: Tensor) -> Tensor:
     Where gates act within others, as those of single inputs within a map's, the two that are left belong together.
     """
     left = opens.clone()
-    for mine in _placements(gated):
+    for mine in gated.slices():
         among = _among(left[mine], left, mine, gated)
         best = torch.where(among, worth[mine], -torch.inf).argmax()
         left[mine] &= torch.arange(len(among), device=left.device) == best
@@ -396,7 +393,7 @@ def _scores(single: Tensor, opens: Tensor, sets: _Sets, gated: Gated) -> Tensor:
     """
     each = single[sets.of]
     scores = each.clone()
-    for mine in _placements(gated):
+    for mine in gated.slices():
         turn = torch.argsort(torch.argsort(each[mine], stable=True), stable=True)
         scores[mine] = each[mine] * len(turn) / (opens[mine].sum() - turn).clamp(min=1)
     return torch.full_like(single, torch.inf).scatter_reduce(0, sets.of, scores, "amin")

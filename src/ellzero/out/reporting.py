@@ -6,6 +6,7 @@ what `compact` returns. What is alive and what it costs is asked of the `Gated` 
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 from abc import ABC
@@ -26,6 +27,7 @@ from ellzero.graph.tracing import batch_size, mode
 from ellzero.objectives.costs import Cost, l0_norm, macs, params
 from ellzero.objectives.latency import device_name, interleaved
 from ellzero.out.compaction import compact, fitted, refuse_unfit
+from ellzero.out.latency.cost import Latency
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -78,6 +80,7 @@ class Speed:
     batch: int  #: examples in the input
     device: str
     threads: int  #: of the CPU, that torch used
+    predicted_s: float | None = None  #: of the compact network, by a `Latency`
 
 
 @final
@@ -167,15 +170,22 @@ class Report:
                 f"{_seconds(s.compact_s)} against {_seconds(s.dense_s)} (medians of {s.runs} interleaved runs each, "
                 f"batch {s.batch}, {s.device}, {s.threads} CPU thread{'s' if s.threads > 1 else ''})."
             )
+            if s.predicted_s is not None:
+                off = s.predicted_s / s.compact_s - 1
+                notes.append(
+                    f"Predicted were {_seconds(s.predicted_s)} for the compact network, {100 * abs(off):.1f} % "
+                    f"{'more' if off > 0 else 'less'} than measured."
+                )
         return notes
 
 
-def report(gated: Gated, *, speed: bool = False) -> Report:
+def report(gated: Gated, *, speed: bool | Latency = False) -> Report:
     """Counts what is left of a network: by axis, by placement, and in total.
 
     Args:
         gated: the network; it is left as it is.
-        speed: also measure how long the dense and the compact network take on the example input.
+        speed: also measure how long the dense and the compact network take on the example input; with a `Latency`, on
+            its device, batch and type, beside what it predicts.
 
     Returns:
         A `Report`. Print it; `.markdown()` and `.json()` are there too.
@@ -210,7 +220,7 @@ def report(gated: Gated, *, speed: bool = False) -> Report:
             unreached=tuple(name for name in gated.graph.unreached if name in gated.graph.parameters),
             turns=gated.graph.turns,
             refusal=refusal,
-            speed=_measured(gated) if speed and refusal is None else None,
+            speed=_measured(gated, speed) if speed and refusal is None else None,
         )
 
 
@@ -275,18 +285,21 @@ def _total(name: str, cost: Cost, gated: Gated) -> Count:
     return Count(name, round(float(whole)), _expected(partial(cost, gated)), round(float(cost(gated, kept=True))))
 
 
-def _measured(gated: Gated) -> Speed:
+def _measured(gated: Gated, speed: bool | Latency) -> Speed:
+    predicted = float(speed(gated, kept=True)) if isinstance(speed, Latency) else None
     gated = gated if gated.taken is None else gated.expanded()
-    reference = next(p for p in gated.model.parameters() if p.is_floating_point())
-    small = compact(gated, verify=False)
-    inputs = fitted(gated.example_inputs, reference.device, reference.dtype)
-    with mode(gated.model, False), mode(small, False):
-        forwards = [partial(model, *inputs[0], **inputs[1]) for model in (gated.model, small)]
-        taken = interleaved(forwards, reference.device)
+    models, inputs = [gated.model, compact(gated, verify=False)], gated.example_inputs
+    if isinstance(speed, Latency):
+        inputs, device, dtype = speed.setting(gated)
+        models = [copy.deepcopy(models[0]).to(device, dtype), models[1].to(device, dtype)]
+    reference = next(p for p in models[0].parameters() if p.is_floating_point())
+    inputs = fitted(inputs, reference.device, reference.dtype)
+    with mode(models[0], False), mode(models[1], False):
+        taken = interleaved([partial(model, *inputs[0], **inputs[1]) for model in models], reference.device)
     dense_s, compact_s = map(statistics.median, taken)
     return Speed(
         dense_s, compact_s, ratio=dense_s / compact_s, runs=len(taken[0]), batch=batch_size(inputs),
-        device=device_name(reference.device), threads=torch.get_num_threads(),
+        device=device_name(reference.device), threads=torch.get_num_threads(), predicted_s=predicted,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from ellzero.graph.axes import EPS
 from ellzero.graph.resizing import resize, resizer
 from ellzero.graph.standins import Closed, RootMeanSquare, Scatter, Select, put_closed, put_scatter, put_select
 from ellzero.graph.tracing import canonical_names
-from ellzero.out import fingerprint
+from ellzero.graph.trials import fingerprint
 from ellzero.out.files import write_bytes
 
 FORMAT, FORMAT_VERSION = "ellzero.compact", 1

@@ -43,6 +43,12 @@ class Asking(Fixing):
         parts: Sequence[Tensor] = flat.split([gate.shape.numel() for gate in self._gates()])
         return {name: part.reshape(gate.shape) for (name, gate), part in zip(self.named_gates(), parts, strict=True)}
 
+    def slices(self) -> Iterator[slice]:
+        """Where the gates of each placement are in a flat tensor."""
+        start = 0
+        for gate in self._gates():
+            yield slice(start, start := start + gate.shape.numel())
+
     def gate_noise(self) -> Tensor:
         """Fresh uniform noise for one draw of all gates, to be passed to a forward as `gate_noise`."""
         return noise(self._gates())

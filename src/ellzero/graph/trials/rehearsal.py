@@ -123,6 +123,7 @@ class _Bench:
         self.original, self.inputs = model, inputs
         self.scenes: list[Scene] = []
         self.moved: set[int] = set()
+        self.cells: dict[int, list[Numbers]] = {}  # of each axis that was asked about
         self.tolerance = 1e-9
         few = first_examples(inputs, enough(model, graph))
         # The model may cast to a dtype of its own, take no other batch, or no other numbers: the first that it takes.
@@ -336,7 +337,9 @@ class _Bench:
         left = self.without([]) if done is None else done.units
         alive = left.copy()
         for k in axes:
-            cells = [cell[alive[cell]] for cell in self._cells(k)]
+            if k not in self.cells:
+                self.cells[k] = _cells(self.graph, self.span(k))
+            cells = [cell[alive[cell]] for cell in self.cells[k]]
             parts = int(np.gcd.reduce([len(cell) for cell in cells]))
             many = min(round(parts * random.uniform(0.4, 0.9)), max(parts - 2, 1))
             wanted = {"one": 1, "half": parts // 2, "many": many, "some": random.choice([1, many]), "most": parts - 1}
@@ -349,18 +352,18 @@ class _Bench:
                 alive[order[: len(cell) // parts * taken]] = False
         return _within(self.graph, alive, left)
 
-    def _cells(self, axis: int) -> list[Numbers]:
-        """The units of an axis, in sets that lie in the same groups of all grouped convolutions."""
-        span = self.span(axis)
-        place: list[list[int]] = [[] for _ in range(self.graph.axes[axis].size)]
-        for balance in self.graph.balances:
-            for number, row in enumerate(balance):
-                for unit in np.unique(row[(row >= span.start) & (row < span.stop)]).tolist():
-                    place[unit - span.start].append(number)
-        cells: dict[tuple[int, ...], list[int]] = {}
-        for unit, numbers in enumerate(place, span.start):
-            cells.setdefault(tuple(numbers), []).append(unit)
-        return [np.array(cell) for cell in cells.values()]
+
+def _cells(graph: Graph, span: slice) -> list[Numbers]:
+    """The units of an axis, in sets that lie in the same groups of all grouped convolutions."""
+    place: list[list[int]] = [[] for _ in range(span.stop - span.start)]
+    for balance in graph.balances:
+        for number, row in enumerate(balance):
+            for unit in np.unique(row[(row >= span.start) & (row < span.stop)]).tolist():
+                place[unit - span.start].append(number)
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for unit, numbers in enumerate(place, span.start):
+        cells.setdefault(tuple(numbers), []).append(unit)
+    return [np.array(cell) for cell in cells.values()]
 
 
 def _within(graph: Graph, alive: Mask, left: Mask, *, refuse: bool = False) -> Plan:

@@ -36,7 +36,8 @@ class Loans:
         weights: the model's own, each with its number among the parameters.
         seed: how they are disturbed.
         dtype: of what the copy gets.
-        ends: layers that get none, because they are left out: what they would read is looked at instead.
+        ends: layers that get none, because they are left out: what they would read of units that stay is looked at
+            instead.
     """
 
     weights: dict[str, tuple[int, nn.Parameter]] = field(default_factory=dict)
@@ -49,16 +50,23 @@ class Loans:
         """The names of the weights that layers do get."""
         return [name for name in self.weights if name.rpartition(".")[0] not in self.ends]
 
-    def made(self, name: str) -> Tensor:
-        """A weight as the copy has it."""
+    def made(self, name: str, room: list[Tensor] | None = None) -> Tensor:
+        """A weight as the copy has it; in a memory of which there is `room`, where it has enough."""
         number, weight = self.weights[name]
-        out = weight.detach().to(self.dtype, copy=True)
+        memory = room.pop() if room else weight.new_empty(0, dtype=self.dtype)
+        if memory.numel() < weight.numel() or memory.device != weight.device or not weight.is_contiguous():
+            memory = torch.empty_like(weight, dtype=self.dtype, requires_grad=False).detach()
+        out = memory.view(-1)[: weight.numel()].view(weight.shape) if weight.is_contiguous() else memory
+        out.copy_(weight.detach())
         move(out, self.seed, number)
         return out
 
     @contextmanager
     def lent(self, model: nn.Module, change: Lends) -> Iterator[None]:
-        """Lets each layer have its weight when it runs in the block, changed in place."""
+        """Lets each layer have its weight when it runs in the block, changed in place. They take turns in one memory:
+        a fresh one would take longer than the numbers.
+        """
+        room: list[Tensor] = []
         with ExitStack() as hooks:
             for name in self.paid_out:
                 layer = model.get_submodule(name.rpartition(".")[0])
@@ -66,16 +74,25 @@ class Loans:
 
                 def take(layer: nn.Module, _: Any, name: str = name) -> None:
                     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-                        weight = self.made(name)
+                        weight = self.made(name, room)
                         change(name, weight)
                         layer._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
 
                 def give(layer: nn.Module, *_: Any, away: nn.Parameter | None = away) -> None:
-                    layer._parameters["weight"] = away
+                    back, layer._parameters["weight"] = layer._parameters["weight"], away
+                    with torch._C.DisableTorchFunction(), _disable_current_modes():
+                        if back is not None and back is not away and back.is_contiguous():
+                            room[:] = [_memory(back)]
 
                 hooks.callback(layer.register_forward_pre_hook(take).remove)
                 hooks.callback(layer.register_forward_hook(give, always_call=True).remove)
             yield
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """All of the memory that a tensor lies at the beginning of."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((size,), (1,), 0)
 
 
 def loans(model: nn.Module, graph: Graph, dtype: torch.dtype, seed: int) -> Loans:
@@ -91,31 +108,40 @@ def loans(model: nn.Module, graph: Graph, dtype: torch.dtype, seed: int) -> Loan
 
 
 def ends(model: nn.Module, graph: Graph, weights: Iterable[str]) -> tuple[str, ...]:
-    """The linear layers whose input no unit leaves, and that nobody but the output comes after, as the head of a
-    language model: the same input is the same output, and a look at the input is cheaper, and sees more.
+    """The linear layers that nobody but the output comes after, as the head of a language model, and whose input no
+    unit leaves, or such alone as are zero there when they are closed: behind a norm over all of them. The same input,
+    of those that stay, is the same output, and a look at the input is cheaper, and sees more.
     """
-    free = np.repeat([a.frozen is None for a in graph.axes] + [False], [a.size for a in graph.axes] + [1])
+    sizes = [a.size for a in graph.axes] + [1]
+    free = np.repeat([a.frozen is None for a in graph.axes] + [False], sizes)
+    unnormed = np.repeat([a.frozen is None and not a.closing for a in graph.axes] + [False], sizes)
     fed = [(k, step) for step in graph.steps for k in step.inputs]
 
     def is_end(path: str) -> bool:
         layer = model.get_submodule(path)
         runs = [k for k, step in enumerate(graph.steps) if step.module == path or f"{path}.weight" in step.reads]
-        units = [u for key in ("weight", "bias") for u in graph.units.get(f"{path}.{key}", {}).values()]
+        read = graph.units.get(f"{path}.weight", {})
+        stay = [*(u for dims, u in read.items() if dims != (1,)), *graph.units.get(f"{path}.bias", {}).values()]
         own = "forward" in vars(layer) or any(vars(layer)[key] for key in vars(layer) if key.endswith("_hooks"))
         last = len(runs) == 1 and all(step.is_output for k, step in fed if k in runs)
-        return type(layer) is nn.Linear and last and not own and not any(free[u].any() for u in units)
+        leaves = any(free[u].any() for u in stay) or ((1,) in read and unnormed[read[1,]].any())
+        return type(layer) is nn.Linear and last and not own and not leaves
 
     return tuple(path for path in (name.rpartition(".")[0] for name in weights) if is_end(path))
 
 
 @contextmanager
-def left_out(model: nn.Module, paths: Iterable[str]) -> Iterator[Callable[[Any], list[Tensor]]]:
-    """Leaves layers out in the block; what comes says which tensors a forward gave out, their inputs in their place."""
-    read: list[Tensor] = []
+def left_out(
+    model: nn.Module, paths: Iterable[str], shut: Mapping[str, Mask] | None = None
+) -> Iterator[Callable[[Any], list[Tensor]]]:
+    """Leaves layers out in the block; what comes says which tensors a forward gave out, their inputs in their place,
+    without the entries that are `shut` if these are zero.
+    """
+    read: list[tuple[Tensor, Mask | None]] = []
     made: list[Tensor] = []
 
-    def stands_in(layer: nn.Linear, input: Tensor) -> Tensor:
-        read.append(input)
+    def stands_in(layer: nn.Linear, path: str, input: Tensor) -> Tensor:
+        read.append((input, (shut or {}).get(path)))
         made.append(input.new_full((), torch.nan).expand(*input.shape[:-1], layer.out_features))
         return made[-1]
 
@@ -123,16 +149,23 @@ def left_out(model: nn.Module, paths: Iterable[str]) -> Iterator[Callable[[Any],
         given = tensors_of(out)
         if not all(any(t is there for there in given) for t in made):
             raise ValueError("what a last layer makes must be an output")
-        return [*read, *(t for t in given if not any(t is there for there in made))]
+        seen = [t if gone is None else _open(t, gone) for t, gone in read]
+        return [*seen, *(t for t in given if not any(t is there for there in made))]
 
-    layers: list[Any] = [model.get_submodule(path) for path in paths]
+    layers: dict[str, Any] = {path: model.get_submodule(path) for path in paths}
     try:
-        for layer in layers:
-            layer.forward = partial(stands_in, layer)
+        for path, layer in layers.items():
+            layer.forward = partial(stands_in, layer, path)
         yield outputs
     finally:
-        for layer in layers:
+        for layer in layers.values():
             vars(layer).pop("forward", None)
+
+
+def _open(input: Tensor, gone: Mask) -> Tensor:
+    """The entries along the last dimension that are not gone; all of them if one that is gone is not zero."""
+    away = torch.as_tensor(gone, device=input.device)
+    return input if bool(input[..., away].any()) else input[..., ~away]
 
 
 @dataclass
@@ -166,18 +199,32 @@ class Scene:
             layers = [self.model.get_submodule(path) for path in sorted(gone)]
             layers += [m for m in self.model.modules() if type(m) in SHORTCUTS]
             shut = closed(self.model, graph, alive, self.done, self.loans, lends)
-            cut = left_out(self.model, self.loans.ends)
+            cut = left_out(self.model, self.loans.ends, self._shut(graph, alive))
             with shut, cut as outputs, seeded(self.model), Calls() as calls, calls.mute(layers):
                 out = run(self.model, self.inputs)
             self.last = key, outputs(out), calls
         return self.last[1:]
 
+    def _shut(self, graph: Graph, alive: Mask) -> dict[str, Mask]:
+        """Which inputs of the layers that are left out belong to units that are not alive."""
+        out = {}
+        for path in self.loans.ends:
+            name = f"{path}.weight"
+            units = graph.units.get(name, {}).get((1,))
+            if units is not None:
+                left = units if self.done is None else remaining(units, name, (1,), self.done)
+                out[path] = ~(alive[left] | (left < 0))
+        return out
+
     def both(self, graph: Graph, plan: Plan) -> tuple[list[Tensor], Scene]:
         """What comes out with the units masked, and the scene without them. What is lent is made once for the two."""
         seen: dict[str, Tensor] = {}
-        out, _ = self.masked(
-            graph, plan.units, lends=lambda name, weight: seen.update({name: plan.slice(name, weight)})
-        )
+
+        def lends(name: str, weight: Tensor) -> None:
+            sliced = plan.slice(name, weight)
+            seen[name] = sliced.clone() if sliced is weight else sliced  # which is changed next
+
+        out, _ = self.masked(graph, plan.units, lends=lends)
         return out, self.removed(plan, seen)
 
     def removed(self, plan: Plan, seen: Mapping[str, Tensor] | None = None) -> Scene:
@@ -188,15 +235,23 @@ class Scene:
         if self.small and last and (last.units == plan.units).all() and last.closed == plan.closed:
             return self.small
         small = lean(self.model)
+        away = [*self.loans.paid_out, *(f"{path}.weight" for path in self.loans.ends)]
+        for name in away:  # there are no numbers in it to slice
+            own, weight = small.get_submodule(name.rpartition(".")[0])._parameters, small.get_parameter(name)
+            own["weight"] = nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
         plan.beyond(self.done).apply(small)
         layers = dict(small.named_modules())
-        for name in self.loans.paid_out:
-            path, _, key = name.rpartition(".")
-            weight = layers[path]._parameters.get(key)  # none in what stands in for a layer that is gone
-            if weight is not None:
-                known = (seen or {}).get(name)
-                numbers = plan.slice(name, self.loans.made(name)) if known is None else known
-                layers[path]._parameters[key] = nn.Parameter(numbers, requires_grad=weight.requires_grad)
+        for name in away:
+            path = name.rpartition(".")[0]
+            empty = layers[path]._parameters.get("weight")  # none in what stands in for a layer that is gone
+            if empty is None:
+                continue
+            numbers = (seen or {}).get(name)
+            if path in self.loans.ends:
+                numbers = self.model.get_parameter(name).new_full((), torch.nan).expand(empty.shape)
+            elif numbers is None:
+                numbers = plan.slice(name, self.loans.made(name))
+            layers[path]._parameters["weight"] = nn.Parameter(numbers, requires_grad=empty.requires_grad)
         out = Scene(small, self.inputs, plan, Loans(ends=self.loans.ends))
         self.small = out if self.loans.weights else None
         return out
@@ -287,7 +342,7 @@ def closed(
             if gone.any():
                 closing.setdefault(tensor, []).append((dims[0], gone))
     with torch.no_grad():
-        for tensor in closing.keys() - lent.weights.keys():
+        for tensor in closing.keys() - lent.weights.keys() - {f"{path}.weight" for path in lent.ends}:
             weight = members[tensor]
             for dim, gone in closing[tensor]:
                 rows = _rows(gone, weight)
@@ -331,5 +386,8 @@ def remaining(units: Numbers, tensor: str, dims: tuple[int, ...], done: Plan) ->
 
 def _exact(entries: Tensor) -> Tensor:
     """The same numbers, in half the memory where float32 holds them, as it does those of a model in float32."""
-    single = entries.float() if entries.dtype == torch.float64 else entries
+    few = entries.flatten()[:64]  # they tell most that do not fit from those that do
+    if entries.dtype != torch.float64 or not torch.equal(few.float().double(), few):
+        return entries
+    single = entries.float()
     return single if torch.equal(single.to(entries), entries) else entries

@@ -1,0 +1,49 @@
+"""What a budget is told, and the tables in it. Times are measured once everything else is known to be in order.
+
+A run that is taken up goes on with the tables that it began with: times that were measured anew are never quite equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ellzero.gated.module import Gated
+from ellzero.objectives.checking import check_fractions
+from ellzero.objectives.costs import Cost
+from ellzero.out.latency.cost import Latency
+from ellzero.out.latency.table import Table
+
+Bound = float | Mapping[str, float]
+
+
+def said(at_most: Mapping[Cost, Bound], named: Mapping[Any, Bound | None]) -> dict[Any, Bound]:
+    """What each cost may be; the class `Latency` stands for a time that is to be measured.
+
+    Raises:
+        ValueError: nothing is said, or no fraction of a time.
+    """
+    bounds = {**at_most, **{cost: bound for cost, bound in named.items() if bound is not None}}
+    if not bounds:
+        every = "`macs`, `params`, `l0_norm`, `units`, `latency` or `at_most`"
+        raise ValueError(f"{every} must say what the network may cost")
+    if Latency in bounds:
+        check_fractions(bounds[Latency])
+    return bounds
+
+
+def measured(gated: Gated, bounds: Mapping[Any, Bound]) -> dict[Cost, Bound]:
+    """The bounds, with a time that was measured now in the place of the class."""
+    return {Latency.measure(gated) if cost is Latency else cost: bound for cost, bound in bounds.items()}
+
+
+def tables(bounds: Mapping[Cost, Bound]) -> list[str]:
+    """The tables of all times among the costs, as JSON."""
+    return [cost.table.json() for cost in bounds if isinstance(cost, Latency)]
+
+
+def take_tables(bounds: Mapping[Cost, Bound], tables: list[str]) -> None:
+    """Lets the times among the costs go on with these tables."""
+    times = [cost for cost in bounds if isinstance(cost, Latency)]
+    for cost, text in zip(times, tables, strict=True):
+        cost.take(Table.parsed(text))

@@ -1,0 +1,400 @@
+"""`Latency` against a clock that is made up here: layers say how long they take, as a function of their widths.
+
+No test looks at a real clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ellzero as l0
+from ellzero.objectives.costs import floor
+from ellzero.out.latency import measuring
+from ellzero.out.latency.curves import Curves, chords, constant
+from ellzero.out.latency.table import Table, Where, network_hash
+
+NOW = [0.0]
+Seconds = Callable[[int, int], float]
+
+
+def clock() -> float:
+    return NOW[0]
+
+
+def linear(x: int, y: int) -> float:
+    return 0.5 + 0.003 * x * y + 0.01 * x + 0.02 * y
+
+
+def stairs(x: int, y: int) -> float:
+    """Widths go to multiples of 16."""
+    return 0.5 + 0.003 * (-(-x // 16) * 16) * (-(-y // 16) * 16)
+
+
+class Timed(nn.Linear):
+    """A linear layer that takes as long as `seconds` says."""
+
+    seconds: Seconds = staticmethod(linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        NOW[0] += self.seconds(self.in_features, self.out_features)
+        return super().forward(x)
+
+
+class Stepped(Timed):
+    seconds: Seconds = staticmethod(stairs)
+
+
+class Branch(nn.Module):
+    """A residual branch that can vanish."""
+
+    def __init__(self, layer: type[Timed] = Timed) -> None:
+        super().__init__()
+        self.first, self.up, self.down, self.last = layer(6, 12), layer(12, 40), layer(40, 12), layer(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = self.last(x + self.down(self.up(x).relu()))
+        return out
+
+
+@functools.cache
+def _graph(layer: type[Timed], sizes: tuple[int, ...]) -> l0.graph.Graph:
+    return l0.attach(_chain(layer, sizes), torch.randn(2, sizes[0]).double()).graph
+
+
+def _chain(layer: type[Timed], sizes: tuple[int, ...]) -> nn.Module:
+    torch.manual_seed(0)
+    parts = [part for a, b in itertools.pairwise(sizes) for part in (layer(a, b), nn.ReLU())]
+    return nn.Sequential(*parts[:-1]).double()
+
+
+def chain(layer: type[Timed] = Timed, *sizes: int) -> l0.Gated:
+    sizes = sizes or (8, 64, 48, 4)
+    return l0.attach(_chain(layer, sizes), torch.randn(2, sizes[0]).double(), graph=_graph(layer, sizes))
+
+
+@functools.cache
+def _table(layer: type[Timed], sizes: tuple[int, ...]) -> Table:
+    return l0.Latency.measure(chain(layer, *sizes), clock=clock).table
+
+
+def measured(layer: type[Timed] = Timed, *sizes: int) -> l0.Latency:
+    return l0.Latency(_table(layer, sizes))
+
+
+def takes(network: nn.Module, width: int) -> float:
+    before = NOW[0]
+    network(torch.zeros(1, width, dtype=next(network.parameters()).dtype))
+    return NOW[0] - before
+
+
+def close_all_but(gated: l0.Gated, *widths: int) -> None:
+    """The first so many of each axis stay."""
+    for (_, gate), width in zip(gated.named_gates(), widths, strict=True):
+        gate.open_(torch.ones(gate.shape, dtype=torch.bool), wide=True)
+        gate.close_(torch.arange(gate.shape.numel()) >= width)
+
+
+# ---- what a clock said comes back -----------------------------------------------------------------------------------
+
+
+def test_the_dense_network_takes_what_the_clock_said() -> None:
+    gated, latency = chain(), measured()
+    assert latency.table.seconds == pytest.approx(takes(gated.model, 8))
+    assert l0.dense(latency, gated) == pytest.approx(takes(gated.model, 8))
+    assert latency.table.factor == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("widths", [(64, 48), (32, 24), (5, 48), (64, 5), (1, 1), (37, 11)])
+def test_a_layer_that_depends_on_both_its_widths_is_recovered_at_joint_widths(widths: tuple[int, int]) -> None:
+    gated, latency = chain(), measured()
+    close_all_but(gated, *widths)
+    assert float(latency(gated, kept=True)) == pytest.approx(takes(l0.compact(gated), 8), rel=2e-3)
+
+
+def test_a_staircase_is_followed_where_it_bends_with_few_networks() -> None:
+    gated, latency = chain(Stepped), measured(Stepped)
+    for widths in [(64, 48), (63, 48), (50, 48), (48, 48), (47, 40), (33, 17), (32, 16), (17, 33), (16, 5)]:
+        close_all_but(gated, *widths)
+        assert float(latency(gated, kept=True)) == pytest.approx(takes(l0.compact(gated), 8), rel=0.02)
+    assert latency.table.networks <= 2 * (4 + measuring.PROBES) + measuring.JOINT
+
+
+def test_a_branch_that_is_gone_takes_no_time() -> None:
+    torch.manual_seed(0)
+    gated = l0.attach(Branch(), torch.randn(2, 6))
+    latency = l0.Latency.measure(gated, clock=clock)
+    for width in (40, 21, 1, 0):
+        close_all_but(gated, width)
+        small = l0.compact(gated)
+        assert float(latency(gated, kept=True)) == pytest.approx(takes(small, 6), rel=2e-3)
+    assert takes(small, 6) == pytest.approx(linear(6, 12) + linear(12, 3))
+
+
+def test_parts_are_named_by_their_layers() -> None:
+    gated, latency = chain(), measured()
+    total = float(latency(gated, kept=True))
+    assert float(latency(gated, kept=True, only="2")) == pytest.approx(linear(64, 48), rel=2e-3)
+    parts = sum(float(latency(gated, kept=True, only=name)) for name in "024")
+    assert parts == pytest.approx(total, rel=2e-3)
+    with pytest.raises(ValueError, match="`only` must match the name of a layer whose time depends on gates"):
+        latency(gated, only="5")
+
+
+# ---- expectation and its gradient -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [Timed, Stepped])
+def test_the_gradient_is_that_of_the_chords_and_dies_nowhere(layer: type[Timed]) -> None:
+    gated, latency = chain(layer), measured(layer)
+    p = torch.rand(gated.liveness.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    p = (0.2 + 0.7 * p).requires_grad_()
+    with gated.assuming(p):
+        value = latency(gated)
+        (gradient,) = torch.autograd.grad(value, p)
+    assert bool((gradient > 0).all())
+    for k in (0, 63, 64, 111):
+        step = torch.zeros_like(p)
+        step[k] = 1e-4
+        with torch.no_grad(), gated.assuming(p + step):
+            up = float(latency(gated))
+        with torch.no_grad(), gated.assuming(p - step):
+            down = float(latency(gated))
+        assert float(gradient[k]) == pytest.approx((up - down) / 2e-4, rel=1e-6)
+
+
+def test_on_a_flat_step_the_gradient_is_the_slope_of_the_staircase_as_a_whole() -> None:
+    gated, latency = chain(Stepped), measured(Stepped)
+    p = torch.ones(gated.liveness.size, dtype=torch.float64).requires_grad_()
+    with gated.assuming(p):
+        (gradient,) = torch.autograd.grad(latency(gated), p)
+    # Of 64 units, each a 16th of a step: 0.003 · 16 · 16 in the layer before, 0.003 · 16 · 48 in the one behind.
+    assert float(gradient[0]) == pytest.approx(0.003 * 16 + 0.003 * 48, rel=0.01)
+
+
+def test_in_expectation_it_is_a_line_between_the_ends_of_a_linear_clock() -> None:
+    """With one width open for certain, the time is linear in the other: what is expected is exact."""
+    gated, latency = chain(), measured()
+    p = torch.ones(gated.liveness.size, dtype=torch.float64)
+    p[:64] = 0.3
+    with gated.assuming(p):
+        n = 0.3 * 64
+        exact = linear(8, n) + linear(n, 48) + linear(48, 4)  # type: ignore[arg-type]
+        assert float(latency(gated)) == pytest.approx(exact, rel=2e-3)
+
+
+def test_chords_join_flat_pieces_and_keep_the_ends() -> None:
+    x, y = chords((np.arange(9.0), np.array([1.0, 1, 1, 2, 2, 2, 3, 3, 3])))
+    assert (x[0], x[-1], y[0], y[-1]) == (0, 8, 1, 3)
+    assert (np.diff(y) / np.diff(x) >= 0.25 * 2 / 8).all()
+    x, y = chords((np.array([1.0, 2.0]), np.array([3.0, 2.0])))  # narrower is slower: it does not pay, but has a side
+    assert y[1] == 2
+    assert 0 < y[1] - y[0] < 1e-5
+
+
+def test_curves_of_different_lengths_are_read_as_numpy_does() -> None:
+    knots = [(np.array([0.0, 1, 4]), np.array([1.0, 2, 8])), (np.array([2.0, 6]), np.array([5.0, 1]))]
+    curves = Curves.of(knots, torch.device("cpu"), torch.float64)
+    for a, b in ((0.0, 2.0), (0.5, 3.0), (1.0, 6.0), (3.9, 5.5), (4.0, 2.1)):
+        expected = [float(np.interp(x, *knot)) for x, knot in zip((a, b), knots, strict=True)]
+        assert curves.at(torch.tensor([a, b], dtype=torch.float64)).tolist() == pytest.approx(expected)
+
+
+def test_the_constant_of_a_bilinear_time_is_found() -> None:
+    def t(x: float, y: float) -> float:
+        return 2 + 0.5 * x * y + 3 * x + 1 * y
+
+    places = [(3.0, 7.0), (9.0, 2.0), (5.0, 5.0)]
+    ratios = [np.array([t(x, 10), t(10, y)]) / t(10, 10) for x, y in places]
+    found = constant(np.array([t(x, y) for x, y in places]), ratios, t(10, 10))
+    assert found == pytest.approx(2 - 3 * 1 / 0.5, abs=0.01)  # δ − βγ/α
+
+
+# ---- budgets --------------------------------------------------------------------------------------------------------
+
+
+def trained(gated: l0.Gated, budget: l0.Budget, steps: int = 40) -> nn.Module:
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(gated.param_groups(lr=1e-3))
+    budget.drive(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        gated(torch.randn(16, 8).double()).square().mean().backward()
+        optimizer.step()
+    return budget.finish()
+
+
+def test_a_budget_is_met_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l0.Latency, "measure", functools.partial(l0.Latency.measure, clock=clock))
+    gated = chain()
+    whole = takes(gated.model, 8)
+    budget = l0.Budget(gated, latency=0.5, steps=40)
+    assert "latency at most 50 %" in repr(budget)
+    small = trained(gated, budget)
+    assert 0.48 * whole <= takes(small, 8) <= 0.503 * whole
+    assert budget.metrics()["latency/kept"] == pytest.approx(takes(small, 8) / whole, rel=3e-3)
+
+
+def test_on_a_staircase_widths_go_to_the_edge_of_a_step() -> None:
+    gated, latency = chain(Stepped), measured(Stepped)
+    whole = takes(gated.model, 8)
+    small = trained(gated, l0.Budget(gated, {latency: 0.5}, steps=40))
+    assert takes(small, 8) <= 0.505 * whole
+    assert [small[0].out_features % 16, small[2].out_features % 16] == [0, 0]
+
+
+def test_finalize_and_constraint_take_it_as_any_cost() -> None:
+    gated, latency = chain(), measured()
+    l0.finalize(gated, 0.4, cost=latency)
+    assert float(latency(gated, kept=True)) <= 0.4 * l0.dense(latency, gated)
+    constraint = l0.Constraint(latency, 0.6)
+    assert "latency, at_most=0.6" in repr(constraint.bind(gated))
+    with torch.no_grad():
+        assert float(l0.Penalty(latency, weight=2.0)(gated)) == pytest.approx(2 * float(latency(gated)))
+
+
+def test_a_run_that_is_taken_up_goes_on_with_its_own_table() -> None:
+    gated, latency = chain(), measured()
+    budget = l0.Budget(gated, {latency: 0.5}, steps=40)
+    other = l0.Latency(replace(latency.table, seconds=2 * latency.table.seconds))
+    again = l0.Budget(chain(), {other: 0.5}, steps=40)
+    again.load_state_dict(budget.state_dict())
+    assert other.table == latency.table
+
+
+# ---- files, and what is refused -------------------------------------------------------------------------------------
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    gated, latency = chain(), measured()
+    latency.save(tmp_path / "table.json")
+    again = l0.Latency.load(tmp_path / "table.json")
+    assert again.table == latency.table
+    assert float(again(gated, kept=True)) == float(latency(gated, kept=True))
+    stored = json.loads((tmp_path / "table.json").read_text())
+    assert {"network", "seconds", "factor", "regions", "where", "checks"} < stored.keys()
+    assert stored["where"].keys() == {"kind", "device", "batch", "dtype", "threads", "torch_version"}
+
+
+def test_a_stored_table_is_used_again_and_not_for_another_batch(tmp_path: Path) -> None:
+    gated = chain(Timed, 4, 6, 3)
+    first = l0.Latency.measure(gated, store=tmp_path / "tables", clock=clock)
+
+    def never() -> float:
+        raise AssertionError("measured again")
+
+    assert l0.Latency.measure(gated, store=tmp_path / "tables", clock=never).table == first.table
+    assert len(list((tmp_path / "tables").iterdir())) == 1
+    with pytest.raises(AssertionError, match="measured again"):
+        l0.Latency.measure(gated, batch=7, store=tmp_path / "tables", clock=never)
+
+
+def test_the_batch_is_that_which_the_network_sees() -> None:
+    seen = []
+
+    class Sees(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            NOW[0] += 1.0
+            return super().forward(x)
+
+    gated = l0.attach(nn.Sequential(Sees(3, 4), nn.ReLU(), Sees(4, 2)), torch.randn(2, 3))
+    seen.clear()
+    latency = l0.Latency.measure(gated, batch=5, clock=clock)
+    assert set(seen) == {5}
+    assert latency.table.where.batch == 5
+
+
+def test_a_table_from_elsewhere_says_so_once(tmp_path: Path) -> None:
+    gated, latency = chain(), measured()
+    where = replace(latency.table.where, device="CPU of old", threads=96)
+    l0.Latency(replace(latency.table, where=where)).save(tmp_path / "table.json")
+    other = l0.Latency.load(tmp_path / "table.json")
+    with pytest.warns(UserWarning, match="device CPU of old, not .*; threads 96, not "):
+        other(gated)
+    other(gated)
+    other(chain())  # warnings are errors
+
+
+def test_another_network_is_refused_in_one_line() -> None:
+    latency = measured()
+    with pytest.raises(ValueError, match=r"`latency` must be measured on this network, .* got a table of another") as e:
+        l0.Budget(chain(Timed, 8, 64, 47, 4), {latency: 0.5}, steps=10)
+    assert "\n" not in str(e.value)
+
+
+def test_a_network_that_has_shrunk_is_the_same_one() -> None:
+    gated = chain()
+    before = network_hash(gated)
+    close_all_but(gated, 30, 20)
+    gated.shrink(gated.plan())
+    assert network_hash(gated) == before
+    assert float(measured()(gated, kept=True)) == pytest.approx(takes(gated.model, 8), rel=2e-3)
+
+
+def test_a_target_below_what_was_measured_is_refused() -> None:
+    gated, latency = chain(), measured()
+    least, _ = floor(functools.partial(latency, kept=True), gated)
+    with pytest.raises(ValueError, match="at_most` must be at least 0"):
+        l0.Budget(gated, {latency: 0.9 * least / latency.table.seconds}, steps=10)
+
+
+@pytest.mark.parametrize("fraction", [0, 1.5, float("nan")])
+def test_what_is_no_fraction_is_refused_before_anything_is_measured(fraction: float, monkeypatch: Any) -> None:
+    monkeypatch.setattr(l0.Latency, "measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ValueError, match="fraction of the dense cost"):
+        l0.Budget(chain(), latency=fraction, steps=10)
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no time depends on single weights"):
+        l0.Latency.measure(l0.attach(nn.Linear(3, 2), torch.zeros(1, 3), where=l0.weights("*")))
+    with pytest.raises(ValueError, match="`batch` must be a positive integer, got 0"):
+        l0.Latency.measure(chain(), batch=0)
+    with pytest.raises(TypeError, match="`gated` must be what `attach` returned"):
+        l0.Latency.measure(nn.Linear(3, 2))  # type: ignore[arg-type]
+    (tmp_path / "other.json").write_text('{"format": "other", "format_version": 1}')
+    with pytest.raises(ValueError, match=r"other.json'.* must be what `Latency.save` wrote"):
+        l0.Latency.load(tmp_path / "other.json")
+
+
+def test_measuring_leaves_everything_as_it_was() -> None:
+    gated = chain(Timed, 4, 6, 3)
+    gated.train()
+    gated.model[1].eval()
+    before = {name: t.clone() for name, t in gated.state_dict().items()}
+    modes = [m.training for m in gated.modules()]
+    parameters, random = [id(p) for p in gated.parameters()], torch.get_rng_state()
+    l0.Latency.measure(gated, dtype=torch.float32, clock=clock)
+    l0.Latency.measure(gated, clock=clock)
+    assert all(torch.equal(t, before[name]) for name, t in gated.state_dict().items())
+    assert [m.training for m in gated.modules()] == modes
+    assert [id(p) for p in gated.parameters()] == parameters
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(m._forward_pre_hooks for m in gated.modules())
+    assert not gated.drawn
+    assert next(gated.parameters()).dtype == torch.float64
+
+
+def test_report_shows_predicted_beside_measured() -> None:
+    gated, latency = chain(), measured()
+    close_all_but(gated, 32, 24)
+    found = l0.report(gated, speed=latency)
+    assert found.speed is not None
+    assert found.speed.predicted_s == float(latency(gated, kept=True))
+    assert "than measured" in str(found)
+    assert json.loads(found.json())["speed"]["predicted_s"] > 0
+    elsewhere = l0.Latency(replace(latency.table, where=Where("xpu", "an XPU", 2, "float64", 0, "2")))
+    with pytest.raises(ValueError, match="measured on an XPU, and there is no xpu device here"):
+        l0.report(gated, speed=elsewhere)
