@@ -672,13 +672,30 @@ class Checkpointed(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant) if self.on else self.body(x)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_inside_the_model_is_refused(reentrant: bool) -> None:
-    """It would recompute with the dense weights and give wrong gradients, silently."""
-    model, x = Checkpointed(reentrant), torch.randn(6, 3)
+def test_checkpointing_inside_the_model_recomputes_with_the_same_gates() -> None:
+    """In the backward, and with those of its own forward, whatever was drawn since."""
+    model, x = Checkpointed(False), torch.randn(6, 3)
+    gated = scattered(l0.attach(model, x))
+    noise = [torch.rand(4), torch.rand(4)]
+    found = []
+    for model.on in (False, True):
+        gated.zero_grad()
+        first, second = (gated(x, gate_noise=u).square().sum() for u in noise)
+        with torch.no_grad():
+            gated(x)
+        (first + 3 * second).backward()
+        found.append(grads(gated))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert model.body[1].weight.is_leaf
+    model(x).sum().backward()  # the model itself may do as before
+
+
+def test_checkpointing_inside_the_model_that_is_reentrant_is_refused() -> None:
+    """It would go back twice through what was drawn once."""
+    model, x = Checkpointed(True), torch.randn(6, 3)
     gated = scattered(l0.attach(model, x))
     model.on = True
-    with pytest.raises(RuntimeError, match="activation checkpointing inside a gated model"):
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
         gated(x)
     with torch.no_grad(), warnings.catch_warnings():  # nothing will be recomputed
         warnings.simplefilter("ignore")  # torch: "None of the inputs have requires_grad=True"
@@ -703,17 +720,17 @@ def test_checkpointing_around_the_gated_model_gives_the_same_gradients(reentrant
     torch.testing.assert_close(x.grad, x_grad)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_inside_one_around_is_refused_too(reentrant: bool) -> None:
-    model, x = Checkpointed(reentrant), torch.randn(6, 3, requires_grad=True)
-    gated = l0.attach(model, x)
-    model.on = True
-    with warnings.catch_warnings():
-        # The first pass of the outer one has no gradients: the inner one is harmless there, and warns.
-        warnings.simplefilter("ignore")
-        out = checkpoint(gated, x, use_reentrant=True).sum()
-    with pytest.raises(RuntimeError, match="activation checkpointing inside a gated model"):
-        out.backward()
+@pytest.mark.parametrize("around", [True, False])
+def test_checkpointing_inside_one_around_gives_the_same_gradients(around: bool) -> None:
+    model, x = Checkpointed(False), torch.randn(6, 3, requires_grad=True)
+    gated = scattered(l0.attach(model, x))
+    found = []
+    for model.on in (False, True):
+        gated.zero_grad()
+        torch.manual_seed(4)
+        (checkpoint(gated, x, use_reentrant=around) if model.on else gated(x)).square().sum().backward()
+        found.append(grads(gated))
+    torch.testing.assert_close(found[1], found[0])
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ looks for its weights and takes them out again. This file knows drawn gates as t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -120,16 +120,10 @@ def in_place(
 
     What `torch.func.functional_call` does, for the few weights that change: it walks all parameters at each call.
     """
+    made: dict[str, Any] = {}
     put: list[tuple[dict[str, Any], str, Any]] = []
-    checkpoint: Any = torch.utils.checkpoint
-    refusing = torch.is_grad_enabled()
-    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook  # both ways; a torch without them fails here
     try:
-        if refusing:
-            checkpoint.CheckpointFunction = _Refusal
-            checkpoint._checkpoint_hook = _Refusal.apply
         for name, target in targets.items():
-            weight: Any = None
             for *path, key in target.holders:
                 module: Any = model
                 for part in path:
@@ -140,27 +134,51 @@ def in_place(
                         f"`{name}` is not the parameter of shape {target.shape} that gates were attached to "
                         "(replaced, resized or sharded since?); attach again"
                     )
-                if weight is None:
-                    weight = make(name, own, target)
+                if name not in made:
+                    made[name] = make(name, own, target)
                 put.append((module._parameters, key, own))
-                module._parameters[key] = weight
-        yield
+                module._parameters[key] = made[name]
+        with recomputing(lambda: in_place(model, targets, lambda name, *_: made[name])):
+            yield
     finally:
         for parameters, key, own in put:
             parameters[key] = own
-        if refusing:
-            checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = before
+
+
+@contextmanager
+def recomputing(again: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Has activation checkpointing inside the block recompute within `again()`: that is in the backward, when what was
+    drawn for the block is gone, and the model by itself would silently be the dense one.
+
+    Refused where torch recomputes "reentrant": it goes back through what was drawn once for every part of the model.
+    """
+    if not torch.is_grad_enabled():
+        yield
+        return
+    checkpoint: Any = torch.utils.checkpoint
+    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook  # both ways; a torch without them fails here
+
+    def remembering(frame: Any) -> Any:
+        recompute = frame.recompute_fn
+
+        def with_gates(*args: Any) -> None:
+            with again():
+                recompute(*args)
+
+        frame.recompute_fn = with_gates
+        return before[1](frame)
+
+    try:
+        checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = _Refusal, remembering
+        yield
+    finally:
+        checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = before
 
 
 class _Refusal:
-    """Refuses activation checkpointing inside the model: its recomputation runs in the backward, after the gated
-    weights are gone, and would silently use the dense ones. Checkpointing around the `Gated` is fine: it recomputes
-    the gates too, with the same noise.
-    """
-
     @staticmethod
     def apply(*_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            "activation checkpointing inside a gated model recomputes with ungated weights; "
-            "checkpoint around it instead: `torch.utils.checkpoint.checkpoint(gated, x)`, or compile it"
+            "activation checkpointing inside a gated model must have `use_reentrant=False`; "
+            "or checkpoint around it: `torch.utils.checkpoint.checkpoint(gated, x)`"
         )
