@@ -112,6 +112,7 @@ def test_all_heads_may_go_where_a_residual_carries_on() -> None:
     assert_same(small(x), gated(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 3, 4])
 def test_sizes_that_are_equal_by_chance_are_told_apart(heads: int) -> None:
     """As many heads as dimensions of one, as many heads of keys as queries for each."""
@@ -324,6 +325,7 @@ class Talking(Attention):
         return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "size", "why"),
     [

@@ -89,7 +89,7 @@ def test_their_streams_shrink(kind: str) -> None:
     assert float(l0.macs(gated, kept=True)) == pytest.approx(counted_macs(small, example) / 2, rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "GPT2"])
+@pytest.mark.parametrize("kind", ["Qwen2", "ViT"])
 def test_streams_heads_and_layers_go_together(kind: str) -> None:
     model, example, others = made(kind)
     model = l0.centred(model, example) if kind in CENTRED else model
