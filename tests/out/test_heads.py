@@ -227,11 +227,12 @@ def test_a_loop_that_takes_heads_away_goes_on_bit_for_bit(stop: int) -> None:
 # ---------------------------------------------------------------- of Transformers
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 12}
-WORDS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+ENDS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
+WORDS = ENDS | {"pad_token_id": 0}  # GPT-2 would look for it in the words, and be exported, which takes seconds
 CODER = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 4))}
 MODELS: dict[str, dict[str, Any]] = {
     "Bert": SIZES | WORDS,
-    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_inner": 12, "use_cache": False} | WORDS,
+    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_inner": 12, "use_cache": False} | ENDS,
     "Llama": SIZES | WORDS | {"num_key_value_heads": 2, "use_cache": False},
     "ViT": SIZES | {"image_size": 8, "patch_size": 4},
     "Bart": {"d_model": 16, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "use_cache": False} | CODER | WORDS,
