@@ -157,6 +157,7 @@ def test_a_branch_that_is_gone_takes_no_time() -> None:
     assert takes(small, 6) == pytest.approx(linear(6, 12) + linear(12, 3))
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_gone_takes_no_time_at_any_width_of_its_stream() -> None:
     torch.manual_seed(0)
     gated = l0.attach(Branch(), torch.randn(2, 6), where=l0.shrinkable(streams=True))
@@ -280,6 +281,7 @@ def test_on_a_staircase_widths_go_to_the_edge_of_a_step() -> None:
     assert [small[0].out_features % 16, small[2].out_features % 16] == [0, 0]
 
 
+@pytest.mark.slow
 def test_units_up_to_the_edge_of_a_step_come_back_whatever_the_evidence() -> None:
     """Also where a step is the target, so that no time is left for a unit by its chord."""
     gated, latency = chain(Stepped), measured(Stepped)
@@ -425,6 +427,20 @@ def test_measuring_leaves_everything_as_it_was() -> None:
     assert not any(m._forward_pre_hooks for m in gated.modules())
     assert not gated.drawn
     assert next(gated.parameters()).dtype == torch.float64
+
+
+def test_a_network_that_writes_into_its_input_or_draws_numbers_is_left_alone_too() -> None:
+    class Writes(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            NOW[0] += 1.0
+            out: Tensor = super().forward(x.mul_(2))
+            return out + 0 * torch.rand(())
+
+    gated = l0.attach(Writes(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(2, 3))
+    before, random = gated.example_inputs[0][0].clone(), torch.get_rng_state()
+    l0.Latency.measure(gated, clock=clock)
+    assert torch.equal(gated.example_inputs[0][0], before)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_report_shows_predicted_beside_measured() -> None:
