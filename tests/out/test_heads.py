@@ -236,7 +236,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama": SIZES | WORDS | {"num_key_value_heads": 2, "use_cache": False},
     "ViT": SIZES | {"image_size": 8, "patch_size": 4},
     "Bart": {"d_model": 16, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "use_cache": False} | CODER | WORDS,
-    "T5": {"d_model": 16, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 4, "use_cache": False} | WORDS,
+    "T5": {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 12,
+        "num_layers": 2,
+        "num_decoder_layers": 1,
+        "num_heads": 4,
+        "use_cache": False,
+    }
+    | WORDS,
 }
 # How it is computed, and the heads that can go; T5 has one set of biases for all layers of a stack.
 HEADS = {
