@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ellzero as l0
+from ellzero.out.latency import regions
 from support import ROOT
 from support.scripts import loaded
 
@@ -120,3 +121,27 @@ def test_a_step_of_a_family_is_that_of_its_recipe(benchmark: Any, family: str, m
     assert [recipe.gate for recipe in made[-1].recipes] == [{"group lasso": "group_lasso", "BC-GHS": "bc_ghs"}[family]]
     assert [m.recipe.placement for m in made] == [None, "per_layer"]
     assert made[0].recipe.optimizer == made[1].recipe.optimizer == ("sgd" if family == "group lasso" else "adam")
+
+
+def test_times_at_equal_error_are_read_off_the_line_of_the_others(benchmark: Any) -> None:
+    runs = [("latency", 0.5, 3.0, 0.5), ("macs", 0.5, 2.0, 0.9), ("macs", 0.2, 4.0, 0.5), ("macs", 0.2, 6.0, 0.7)]
+    rows = [dict(zip(("cost", "at_most", "error", "measured"), run, strict=True)) for run in runs]
+    found = benchmark("latency_budget").equal_error(rows)
+    assert found == [
+        {"error": 3.0, "latency_budget": 0.5, "macs_budget": pytest.approx(0.8)}
+    ]  # a third from 0.9 to 0.6
+    (beyond,) = benchmark("latency_budget").equal_error([{**rows[0], "error": 1.0}, *rows[1:]])
+    assert beyond["macs_budget"] is None
+
+
+@pytest.mark.slow
+def test_predicted_times_stand_beside_measured_ones(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "SECONDS", 0.0)  # as few rounds as there can be
+    small = ["--small", "--checks", "2", "--rounds", "1", "--networks", "lenet5", "--only", "predict"]
+    benchmark("latency_budget").main([*small, "--json", str(tmp_path / "times.json")])
+    stored = json.loads((tmp_path / "times.json").read_text())
+    (row,) = stored["predict"]
+    assert (row["network"], row["batch"], len(row["rows"])) == ("lenet5", 2, 2)
+    assert all(0 < r["macs"] < 1 and r["measured"] > 0 and r["predicted"] > 0 for r in row["rows"])

@@ -145,6 +145,7 @@ def large(house: Path) -> Iterator[str]:
         yield f"the house has {total} lines, more than {IN_ALL}"
 
 
+@pytest.mark.slow
 def test_imports_go_down_only() -> None:
     assert set(FLOORS) - {"integrations"} <= set(modules(HOUSE))
     assert list(upward(HOUSE)) == []

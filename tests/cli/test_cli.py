@@ -251,6 +251,7 @@ def test_bad_usage_is_one_line_and_code_2(message: str, run: Run) -> None:
     assert re.match(f"ellzero: error: .*({message})", err), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -153,6 +153,7 @@ def test_gates_that_learn_from_the_loss_do_so_in_a_stack_too(estimator: str) -> 
         same(stack, plain(r, step, Trainer([r], data())), run=k)
 
 
+@pytest.mark.slow
 def test_weights_train_alone_at_first() -> None:
     """With gates as they begin, at their test-time values; then both do. What was best before gates learn is not best
     of the network that is handed over. A run that is taken up on either side goes on as the other.

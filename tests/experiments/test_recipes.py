@@ -133,6 +133,7 @@ def test_words_of_all_relations_name_fields_that_there_are() -> None:
             assert "{" not in get("demo")._said(relation.words), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_recipe_survives_toml_json_and_strings(recipe: Recipe, tmp_path: Path) -> None:
     file = tmp_path / "other.toml"

@@ -512,6 +512,7 @@ def test_figures_are_drawn_from_what_is_stored(capsys: pytest.CaptureFixture[str
     assert "there are no results of `louizos2018-figure3` in 'two'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_images")
 def test_without_matplotlib_tables_are_made_and_figures_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -86,6 +86,7 @@ def close_some(gated: l0.Gated, seed: int = 0) -> None:
 # ---- one gate -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every
 def test_a_gate_is_zero_at_test_time_exactly_where_it_is_closed(family: str) -> None:
     gated, _ = network(family)
@@ -117,6 +118,7 @@ def test_closing_and_opening_leave_the_other_gates_as_they_are(family: str) -> N
         assert torch.equal(parameter[~mask], before[name][~mask]), name
 
 
+@pytest.mark.slow
 @every
 def test_gates_are_evaluated_together_as_one_by_one(family: str) -> None:
     gated, _ = network(family)
@@ -198,6 +200,7 @@ def test_an_expected_cost_is_refused_in_the_words_of_the_family(family: str) -> 
             asked(gated)  # type: ignore[operator]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(LEARNS))
 def test_a_constraint_on_what_is_kept_presses_on_every_gate(family: str) -> None:
     """Without an expected cost, each gate's complexity is weighed by the share that closing it saves: of 3 layers'

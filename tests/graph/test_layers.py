@@ -296,6 +296,7 @@ OPS: dict[str, tuple[Op, tuple[tuple[int, ...], ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
 def test_only_entries_that_carry_it_depend_on_a_unit(name: str) -> None:
     op, shapes = OPS[name]

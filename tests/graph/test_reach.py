@@ -118,24 +118,6 @@ def test_a_stream_has_a_weight_on_the_way() -> None:
     assert [name for name, _ in l0.attach(snake, noise(2, 4).float()).named_gates()] == ["a"]
 
 
-@pytest.mark.slow  # importing transformers takes longer than all else here
-@pytest.mark.filterwarnings("ignore:with a batch of 1")  # it makes its mask in another way
-def test_gpt2_has_heads_and_feed_forward_layers_to_gate() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
-    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
-    words = torch.arange(10).reshape(2, 5)
-    model = settled(transformers.GPT2LMHeadModel(config))
-    gated = l0.attach(model, {"input_ids": words, "use_cache": False}).eval()
-    heads, names = ([f"transformer.h.{k}.{part}" for k in (0, 1)] for part in ("attn.c_attn", "mlp.c_fc"))
-    assert {name for name, _ in gated.named_gates()} == {*heads, *names}
-    set_gates(gated, dict(zip([*names, heads[1]], ([0, 5, 9], range(20), [0]), strict=True)))
-    small = l0.compact(gated)
-    assert small.get_submodule(names[0]).nf == 29  # type: ignore[comparison-overlap]
-    assert small.get_submodule(heads[1]).nf == 12  # type: ignore[comparison-overlap]
-    assert_same(gated(words.flip(1), use_cache=False).logits, small(words.flip(1), use_cache=False).logits)
-
-
 FEED_FORWARD = {  # with an activation that adds functions of itself, or multiplies two layers
     "Albert": ({"embedding_size": 8, "intermediate_size": 12}, "encoder.albert_layer_groups.0.albert_layers.0.ffn"),
     "Phi": ({"intermediate_size": 12, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}, "layers.0.mlp.fc1"),

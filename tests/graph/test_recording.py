@@ -84,7 +84,7 @@ def test_a_recorded_forward_is_the_exported_one(name: str, training: bool) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_both_ways_find_the_same_axes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     drawer = Drawer(seed)
     inputs = torch.randn(2, drawer.input, *[drawer.space] * 2 * bool(drawer.space)), torch.ones(2, dtype=torch.long)

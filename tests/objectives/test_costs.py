@@ -201,6 +201,7 @@ def test_dense_cost_is_that_of_the_dense_network(case: Case) -> None:
     assert l0.dense(l0.units, gated) == case.by_hand({n: [True] * g.shape.numel() for n, g in gated.named_gates()})[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_of_expected_costs_are_finite_differences(case: Case) -> None:
     gated = case.gated()

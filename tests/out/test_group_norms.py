@@ -131,6 +131,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_groups_that_are_closed_go(case: str) -> None:
     make, closed, readers, left = CASES[case]

@@ -112,6 +112,7 @@ def test_all_heads_may_go_where_a_residual_carries_on() -> None:
     assert_same(small(x), gated(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [2, 3, 4])
 def test_sizes_that_are_equal_by_chance_are_told_apart(heads: int) -> None:
     """As many heads as dimensions of one, as many heads of keys as queries for each."""
@@ -226,15 +227,25 @@ def test_a_loop_that_takes_heads_away_goes_on_bit_for_bit(stop: int) -> None:
 # ---------------------------------------------------------------- of Transformers
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 12}
-WORDS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+ENDS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
+WORDS = ENDS | {"pad_token_id": 0}  # GPT-2 would look for it in the words, and be exported, which takes seconds
 CODER = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("layers", 1), ("attention_heads", 4))}
 MODELS: dict[str, dict[str, Any]] = {
     "Bert": SIZES | WORDS,
-    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_inner": 12, "use_cache": False} | WORDS,
+    "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_inner": 12, "use_cache": False} | ENDS,
     "Llama": SIZES | WORDS | {"num_key_value_heads": 2, "use_cache": False},
     "ViT": SIZES | {"image_size": 8, "patch_size": 4},
     "Bart": {"d_model": 16, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "use_cache": False} | CODER | WORDS,
-    "T5": {"d_model": 16, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_heads": 4, "use_cache": False} | WORDS,
+    "T5": {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 12,
+        "num_layers": 2,
+        "num_decoder_layers": 1,
+        "num_heads": 4,
+        "use_cache": False,
+    }
+    | WORDS,
 }
 # How it is computed, and the heads that can go; T5 has one set of biases for all layers of a stack.
 HEADS = {
@@ -324,6 +335,7 @@ class Talking(Attention):
         return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "size", "why"),
     [

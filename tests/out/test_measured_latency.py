@@ -55,6 +55,14 @@ class Stepped(Timed):
     seconds: Seconds = staticmethod(stairs)
 
 
+class Watched(Timed):
+    """Takes longer while somebody watches it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        NOW[0] += 2.0 if self._forward_pre_hooks else 0.0
+        return super().forward(x)
+
+
 class Branch(nn.Module):
     """A residual branch that can vanish."""
 
@@ -131,6 +139,13 @@ def test_a_staircase_is_followed_where_it_bends_with_few_networks() -> None:
     assert latency.table.networks <= 2 * (4 + measuring.PROBES) + measuring.JOINT
 
 
+def test_what_watching_costs_is_taken_out_by_the_one_factor() -> None:
+    gated, latency = chain(Watched), measured(Watched)
+    assert latency.table.factor > 1.3
+    close_all_but(gated, 20, 30)
+    assert float(latency(gated, kept=True)) == pytest.approx(takes(l0.compact(gated), 8), rel=5e-3)
+
+
 def test_a_branch_that_is_gone_takes_no_time() -> None:
     torch.manual_seed(0)
     gated = l0.attach(Branch(), torch.randn(2, 6))
@@ -140,6 +155,18 @@ def test_a_branch_that_is_gone_takes_no_time() -> None:
         small = l0.compact(gated)
         assert float(latency(gated, kept=True)) == pytest.approx(takes(small, 6), rel=2e-3)
     assert takes(small, 6) == pytest.approx(linear(6, 12) + linear(12, 3))
+
+
+@pytest.mark.slow
+def test_a_branch_that_is_gone_takes_no_time_at_any_width_of_its_stream() -> None:
+    torch.manual_seed(0)
+    gated = l0.attach(Branch(), torch.randn(2, 6), where=l0.shrinkable(streams=True))
+    latency = l0.Latency.measure(gated, clock=clock)
+    widths = {name: {12: 7, 40: 0}[gate.shape.numel()] for name, gate in gated.named_gates()}
+    close_all_but(gated, *widths.values())
+    small = l0.compact(gated)
+    assert takes(small, 6) == pytest.approx(linear(6, 7) + linear(7, 3))
+    assert float(latency(gated, kept=True)) == pytest.approx(takes(small, 6), rel=5e-3)
 
 
 def test_parts_are_named_by_their_layers() -> None:
@@ -252,6 +279,21 @@ def test_on_a_staircase_widths_go_to_the_edge_of_a_step() -> None:
     small = trained(gated, l0.Budget(gated, {latency: 0.5}, steps=40))
     assert takes(small, 8) <= 0.505 * whole
     assert [small[0].out_features % 16, small[2].out_features % 16] == [0, 0]
+
+
+@pytest.mark.slow
+def test_units_up_to_the_edge_of_a_step_come_back_whatever_the_evidence() -> None:
+    """Also where a step is the target, so that no time is left for a unit by its chord."""
+    gated, latency = chain(Stepped), measured(Stepped)
+    close_all_but(gated, 48, 32)
+    step = float(latency(gated, kept=True)) / l0.dense(latency, gated)
+    for seed, at_most in enumerate((0.6, 0.6, step, step, step, step)):
+        torch.manual_seed(seed)
+        for _, gate in gated.named_gates():
+            nn.init.normal_(gate.log_alpha, 1.0, 2.0)
+        l0.finalize(gated, at_most, cost=latency, fill=True)
+        assert [int(part.sum()) % 16 for part in gated.by_placement(gated.opens()).values()] == [0, 0]
+        assert float(latency(gated, kept=True)) <= at_most * l0.dense(latency, gated)
 
 
 def test_finalize_and_constraint_take_it_as_any_cost() -> None:
@@ -385,6 +427,20 @@ def test_measuring_leaves_everything_as_it_was() -> None:
     assert not any(m._forward_pre_hooks for m in gated.modules())
     assert not gated.drawn
     assert next(gated.parameters()).dtype == torch.float64
+
+
+def test_a_network_that_writes_into_its_input_or_draws_numbers_is_left_alone_too() -> None:
+    class Writes(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            NOW[0] += 1.0
+            out: Tensor = super().forward(x.mul_(2))
+            return out + 0 * torch.rand(())
+
+    gated = l0.attach(Writes(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(2, 3))
+    before, random = gated.example_inputs[0][0].clone(), torch.get_rng_state()
+    l0.Latency.measure(gated, clock=clock)
+    assert torch.equal(gated.example_inputs[0][0], before)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_report_shows_predicted_beside_measured() -> None:

@@ -281,6 +281,8 @@ def test_files_hold_the_eps(kind: str, tmp_path: Path) -> None:
     assert torch.equal(again(words(3, 7)), small(words(3, 7)))
     dense = l0.load(fresh().double(), _saved(l0.fold(gated), tmp_path)).eval()  # nothing to follow
     assert_same(dense(words(3, 7)), gated(words(3, 7)))
+    if kind == "bare":  # as in torch's norm with an eps of its own
+        return
     once_more = l0.attach(again, words(2, 5), where=STREAMS).eval()  # and it can shrink further
     set_gates(once_more, {"embed": [1]})
     assert_same(l0.compact(once_more)(words(3, 7)), once_more(words(3, 7)))

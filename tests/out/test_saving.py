@@ -401,6 +401,7 @@ def not_ours(path: Path) -> list[tuple[str, Callable[[], Any]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(13))
 def test_load_refuses_a_file_that_is_not_ours(number: int, tmp_path: Path) -> None:
     path = tmp_path / "small"
@@ -452,6 +453,7 @@ def test_load_refuses_another_network(tmp_path: Path) -> None:
         l0.load(fresh, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -528,9 +530,9 @@ def test_compact_networks_go_through_torch_export(case: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in WAYS_OUT if case != "mlp"])
+@pytest.mark.parametrize("case", [case for case in WAYS_OUT if case not in ("mlp", "grouped")])
 def test_compact_networks_go_through_onnx(case: str, tmp_path: Path) -> None:
-    """A plain one goes through the command `compact` in its own tests."""
+    """A plain one goes through the command `compact` in its own tests; groups through `torch.export`, as above."""
     onnxruntime = pytest.importorskip("onnxruntime")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     small, x = compacted(case)

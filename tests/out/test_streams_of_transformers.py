@@ -18,10 +18,11 @@ from support.prenorm import masked
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:with a batch of 1")]  # importing it takes seconds
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 12}
-WORDS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+ENDS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}
+WORDS = ENDS | {"pad_token_id": 0}  # GPT-2 would look for it in the words, and be exported, which takes seconds
 LLAMA = SIZES | WORDS | {"num_key_value_heads": 2, "head_dim": 4, "use_cache": False}
 T5 = {"d_model": 16, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 4, "use_cache": False} | WORDS
-GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_inner": 12, "use_cache": False} | WORDS
+GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_inner": 12, "use_cache": False} | ENDS
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
     "Llama, tied": ("LlamaForCausalLM", "LlamaConfig", LLAMA | {"tie_word_embeddings": True}),

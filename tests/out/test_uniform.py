@@ -51,6 +51,7 @@ def size(wide: int, last: int) -> int:
     return 2 * (9 * wide + 4) + 7 * last + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_most", [0.15, 0.3, 0.5, 0.77, 1.0])
 def test_like_layers_keep_as_many_units_and_fill_the_target(at_most: float) -> None:
     network = gated()

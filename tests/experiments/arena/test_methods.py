@@ -109,6 +109,7 @@ def test_a_method_on_a_gpu_keeps_within_the_macs_and_takes_all_steps(method: str
     assert given.loop.taken == 3 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "keep", "learning", "inputs"),
     [

@@ -89,6 +89,7 @@ def test_the_loss_is_the_cross_entropy_with_these_labels() -> None:
     torch.testing.assert_close(next(train_epoch(trainer))[0], expected)
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_stack_have_their_own_teachers_and_end_as_those_trained_alone() -> None:
     recipes = [TAUGHT, TAUGHT.override(seed=4, at_most=0.5)]
     stack, alone = train(recipes, few()), [train([r], few()) for r in recipes]
@@ -101,6 +102,7 @@ def states(trainer: Trainer) -> dict[str, Any]:
     return {n: bits(v) for n, v in leaves(saver.state(trainer)) if ".random." not in n and n != ".seconds"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, 5])
 def test_stopped_before_or_after_the_gates_settle_it_goes_on_with_the_same_teacher(tmp_path: Path, steps: int) -> None:
     whole = train([SETTLING], few())
@@ -116,6 +118,7 @@ def test_stopped_before_or_after_the_gates_settle_it_goes_on_with_the_same_teach
     assert without_seconds(again.history) == without_seconds(whole.history)
 
 
+@pytest.mark.slow
 def test_stopped_while_the_teacher_is_trained_it_goes_on_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train([SETTLING], few())
     folder = Folder.create(tmp_path / "run", [SETTLING])

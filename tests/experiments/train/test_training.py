@@ -189,6 +189,7 @@ def test_patterns_that_match_nothing_of_a_cost_are_refused_by_the_name_of_the_fi
     assert "`only`" not in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cost", ["l0_norm", "params", "macs"])
 def test_a_target_that_would_leave_a_layer_empty_is_refused_before_the_training(cost: str) -> None:
     """One unit in each of the three sets of the MLP is left at least, if units are closed in the end."""

@@ -212,6 +212,7 @@ def test_weights_are_finalised_and_constrained_by_what_is_kept() -> None:
         l0.Constraint(l0.macs, 0.5, on="kept")(gated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [SPARSE, BAYES], ids=["sparse vd", "bayesian compression"])
 def test_states_and_stacks(how: dict[str, Any]) -> None:
     gated, x = network(how)

@@ -208,11 +208,10 @@ class Survey:
 
     def table(self) -> Table:
         """Measures, and puts it together."""
-        with telling(), torch.random.fork_rng(_forked(self.meter.device)):
-            regions = self._regions(self._moved())
-            for number, colour in enumerate(colours := self._colours(regions)):
-                self._follow(colour, regions, f"part {number + 1} of {len(colours) + 1}")
-            joint, whole = self._joint(sorted(n for c in colours for n in c), f"part {len(colours) + 1}, all widths")
+        regions = self._regions(self._moved())
+        for number, colour in enumerate(colours := self._colours(regions)):
+            self._follow(colour, regions, f"part {number + 1} of {len(colours) + 1}")
+        joint, whole = self._joint(sorted(n for c in colours for n in c), f"part {len(colours) + 1}, all widths")
         found = [r for name, widths in regions.items() if (r := self._region(name, widths)) is not None]
         effects = np.array([sum(r.share - _time(r, s.rows) for r in found) for s in joint])
         factor = _factor(effects, np.array(whole))
@@ -234,8 +233,9 @@ class Survey:
         for widths, sample in zip(first, self._measure(first, what), strict=True):
             for n, k in widths.items():
                 lines[n].times[int(k)] = told(sample, n)
+        dense = [s for s in self.samples if np.array_equal(s.rows, self.full)][-1]
         for n, line in lines.items():
-            line.times[line.size] = told(self.samples[-len(first) - 1], n)
+            line.times[line.size] = told(dense, n)
             line.begin()
         for _ in range(PROBES // TOGETHER):
             asked = {n: line.next(TOGETHER) for n, line in lines.items()}
@@ -316,14 +316,12 @@ def _forked(device: torch.device) -> Iterable[int]:
 
 
 def resized(inputs: Inputs, batch: int | None) -> Inputs:
-    """The example with another number of examples: cut, or repeated."""
+    """A copy of the example with another number of examples: cut, or repeated."""
     size = batch_size(inputs)
-    if batch is None or batch == size:
-        return inputs
 
     def fit(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != size:
-            return leaf
+        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != size or batch is None:
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
         return leaf[torch.arange(batch, device=leaf.device) % size]
 
     out: Inputs = tree_map(fit, inputs)
@@ -333,4 +331,5 @@ def resized(inputs: Inputs, batch: int | None) -> Inputs:
 def measured(gated: Gated, device: torch.device, batch: int | None, dtype: torch.dtype, clock: Clock) -> Table:
     """Measures a network's table."""
     refuse_unfit(gated)
-    return Survey(gated, device, batch, dtype, clock).table()
+    with telling(), torch.random.fork_rng(_forked(device)):
+        return Survey(gated, device, batch, dtype, clock).table()

@@ -20,7 +20,7 @@ from ellzero.graph.tracing import Inputs
 from ellzero.objectives.latency import interleaved
 
 Clock = Callable[[], float]
-WARM_UP, LEAST, MOST, SECONDS = 3, 9, 60, 0.25  # rounds before, at least, at most, and seconds that a network gets
+WARM_UP, LEAST, MOST, SECONDS = 3, 9, 60, 0.4  # rounds before, at least, at most, and seconds that a network gets
 TOGETHER = 4  # networks that are timed in turns, beside the dense one
 
 
