@@ -301,6 +301,12 @@ def _die_in_a_save(checkpoint: Any, call: str, count: int, after: bool) -> None:
     setattr(os, call, deadly)
 
 
+def sharded(rank: int, folder: str) -> None:
+    from support import replicated as job
+
+    job.train_sharded(rank, folder)
+
+
 def replicated(rank: int, folder: str) -> None:
     from support import replicated as job
 
@@ -387,8 +393,8 @@ def _prepare(job: str, arguments: dict[str, Any]) -> None:
 
 
 JOBS: dict[str, Callable[..., None]] = {
-    "train": train, "replicated": replicated, "budgeted": budgeted, "launched": launched, "program": program,
-    "script": script,
+    "train": train, "replicated": replicated, "sharded": sharded, "budgeted": budgeted, "launched": launched,
+    "program": program, "script": script,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -6,7 +6,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ellzero as l0
 from support.oracles import scattered
@@ -64,3 +72,80 @@ def train_in_budget(rank: int, folder: str, world: int) -> None:
         optimizer.step()
     torch.save((str(budget), budget.finish().state_dict()), f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
+
+
+class Blocks(nn.Module):
+    """Feed-forward blocks with gates of their own around a stream, as a Llama has them."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(8) for _ in range(2))
+        self.up, self.side = (nn.ModuleList(nn.Linear(8, 12, bias=False) for _ in range(2)) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(12, 8, bias=False) for _ in range(2))
+        self.head, self.checkpointed = nn.Linear(8, 3), checkpointed
+
+    def block(self, k: int, x: Tensor) -> Tensor:
+        h = self.norms[k](x)
+        return x + self.down[k](F.silu(self.up[k](h)) * self.side[k](h))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k in range(2):
+            x = checkpoint(self.block, k, x, use_reentrant=False) if self.checkpointed else self.block(k, x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def in_blocks(apply: str, *, checkpointed: bool = False) -> tuple[l0.Gated, l0.Budget]:
+    torch.manual_seed(0)
+    gated = scattered(l0.attach(Blocks(checkpointed), torch.zeros(2, 8), apply=apply)).train()
+    return gated, l0.Budget(gated, macs=0.6, steps=20, learning=0.6)
+
+
+def step_in_blocks(gated: l0.Gated, budget: l0.Budget, batches: list[tuple[Tensor, Tensor | None]]) -> None:
+    """The loss of a step: of each batch with its noise, and of the budget."""
+    for x, noise in batches:
+        out = gated(x) if noise is None else gated(x, gate_noise=noise)
+        ((out.square().mean() + budget.term()) / len(batches)).backward()
+
+
+def train_sharded(rank: int, folder: str) -> None:
+    """Two processes that shard what they train, clip, and begin again from a file in the middle."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    whole = StateDictOptions(full_state_dict=True)
+
+    def made() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
+        gated, budget = in_blocks("activations", checkpointed=True)
+        for layer in (*gated.model.up, *gated.model.down):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(gated.model, mesh=mesh)
+        return gated, budget, torch.optim.SGD(gated.param_groups(lr=0.1, gate_lr=1.0), momentum=0.9)
+
+    gated, budget, optimizer = made()
+    torch.manual_seed(7)
+    noises = []
+    for step in range(16):
+        if step == 8:  # as a run that was stopped
+            states = *get_state_dict(gated, optimizer, options=whole), budget.state_dict()
+            gated, budget, optimizer = made()
+            set_state_dict(gated, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=whole)
+            budget.load_state_dict(states[2])
+        noises.append(gated.gate_noise() if budget.phase == "learning" else None)
+        optimizer.zero_grad()
+        step_in_blocks(gated, budget, [(wide(rank, step), noises[-1])])
+        norm = nn.utils.clip_grad_norm_(gated.parameters(), 0.5)
+        optimizer.step()
+        budget.step(optimizer)
+    state = get_model_state_dict(gated, options=whole)
+    told = {
+        "noises": noises,
+        "state": state,
+        "phase": budget.phase,
+        "masked": budget.masked,
+        "norm": float(norm.full_tensor()),
+    }  # type: ignore[attr-defined]
+    torch.save(told, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def wide(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))

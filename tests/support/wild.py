@@ -290,6 +290,9 @@ class Drawer:
     def by_groups(self, choose: random.Random) -> None:
         """Statistics of groups of units."""
         groups, name = choose.choice([g for g in range(1, 7) if self.width % g == 0]), f"g{len(self.net.layers)}"
+        groups = (
+            groups if self.space or groups < self.width else 1
+        )  # one number, normed, is what rounding leaves of zero
         how, weights = choose.choice(["layer", "layer", "stored", "share", "literal", "hidden"]), choose.random() < 0.6
         if how == "layer":
             self.net.layers[name] = nn.GroupNorm(groups, self.width, affine=weights)

@@ -43,6 +43,7 @@ def attach(
     graph: Graph | None = None,
     limit: float = 600.0,
     per_example: bool = False,
+    apply: str = "weights",
 ) -> Gated:
     """Finds what can shrink in `model` and puts gates on it.
 
@@ -59,6 +60,9 @@ def attach(
         limit: seconds that tracing may take.
         per_example: whether noise is drawn for each example of a batch, that on weights by local reparametrisation, and
             not once for all; in linear layers and convolutions alone, and not in a graph that torch compiles.
+        apply: what gates multiply: "weights" of the layers that read a unit, or the "activations" that these read. The
+            same function to rounding. Weights cost less; activations let the weights be sharded afterwards
+            (`fully_shard(gated.model)`), quantised, or adapted.
 
     Returns:
         A `Gated`: call it instead of the model.
@@ -74,20 +78,26 @@ def attach(
         [('0', (3,))]
     """
     _refuse_unfit(model, where)
+    if apply not in ("weights", "activations") or (per_example and apply != "weights"):
+        raise ValueError(f'`apply` must be "weights", or "activations" without `per_example`, got {apply!r}')
     inputs = as_inputs(example_inputs)
     graph = _graph(model, inputs, axes, limit) if graph is None else _fitting(graph, model, axes)
     placements = list(_called(where)(graph))
-    if not placements:
-        stream, left_out = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)", "`where` leaves it out"
-        reasons = "; ".join(f"`{a.name}`: {a.frozen or (stream if a.stream else left_out)}" for a in graph.axes)
-        raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
+    _refuse_empty(placements, graph)
     if graph.turns:
         what = "the model takes another way than with the example, which is the only one that was looked at"
         warnings.warn(f"with {' and with '.join(graph.turns)} {what}", stacklevel=2)
     gates = [_make(gate, p) for p in placements]
     _refuse_idle_patterns(gate, placements)
     with _new_garbage_alone():
-        return Gated(model, graph, placements, gates, inputs, per_example)
+        return Gated(model, graph, placements, gates, inputs, per_example, apply)
+
+
+def _refuse_empty(placements: Sequence[Placement], graph: Graph) -> None:
+    if not placements:
+        stream, left_out = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)", "`where` leaves it out"
+        reasons = "; ".join(f"`{a.name}`: {a.frozen or (stream if a.stream else left_out)}" for a in graph.axes)
+        raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
@@ -193,4 +203,7 @@ def _refuse_unfit(model: Any, where: Any) -> None:
     # Sharded parameters are swapped underneath the call and would be silently ungated.
     for name, p in model.named_parameters():
         if type(p).__name__ == "FlatParameter" or type(p.data).__name__ == "DTensor":
-            raise ValueError(f"`model` has sharded parameters (`{name}`); gates cannot be applied under FSDP yet")
+            raise ValueError(
+                f'`model` has sharded parameters (`{name}`): attach with `apply="activations"` first, then shard '
+                "`gated.model`"
+            )

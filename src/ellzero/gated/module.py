@@ -11,7 +11,8 @@ output NaN. In the network that `compact` returns a closed unit is not there, no
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ellzero.gated.alive import liveness
-from ellzero.gated.base import local
+from ellzero.gated.base import local, masking, sharding
 from ellzero.gated.base.asking import Asking
 from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.grouping import grouped
@@ -47,7 +48,8 @@ class Gated(Asking):
         present: the placements as they lie on the tensors that the model has now.
         gates: the gate modules, by name ("." written as "/", and one behind a name that torch keeps, as "keys/").
         fixed, drawn, noisy: see `Fixing`.
-        per_example: whether a forward in training draws for each example of the batch, and not once for all.
+        per_example, on_activations: whether a forward in training draws for each example of the batch, and not once for
+            all; whether gates multiply what layers read, and not their weights.
         gate_lr: the rate of the gates in `param_groups` where none is named; a `Budget` sets it.
         memo: what costs worked out about this network once, emptied when it moves.
     """
@@ -60,27 +62,31 @@ class Gated(Asking):
         gates: Sequence[AbstractGate],
         example_inputs: tuple[tuple[Any, ...], dict[str, Any]],
         per_example: bool = False,
+        apply: str = "weights",
     ) -> None:
         super().__init__()
-        names = [p.name for p in placements]
-        if len(set(names)) < len(names):
+        if len(set(names := [p.name for p in placements])) < len(names):
             raise ValueError(f"`where` must name each placement once, got {', '.join(names)}")
         self.liveness = liveness(graph, placements)
         self.model = model
         self.graph, self.placements = graph, tuple(placements)
         self.gates = nn.ModuleDict({key_of(n): g for n, g in zip(names, gates, strict=True)})
         self.example_inputs = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, example_inputs)
-        reference = next(p for p in model.parameters())
-        self.gates.to(reference.device, torch.float64 if reference.dtype == torch.float64 else None)
+        like = next(model.parameters())
+        self.gates.to(like.device, torch.float64 if like.dtype == torch.float64 else None)
         self.taken: Plan | None = None
         counts = {"params": count_params, "macs": count_macs, "units": count_units}
         self.census = {key: count(graph, self.liveness) for key, count in counts.items()}
         self.gate_lr: float | None = None
         self._assumed: Tensor | None = None
+        self.on_activations = apply == "activations"
         self._aim()
         self.per_example = per_example
         if per_example:
             local.refuse_unfit(model, self._targets, self.placements, self._gates())
+        if self.on_activations:
+            both = self._masks, self._targets
+            masking.refuse_other_function(model, self.example_inputs, *both, self._gates(), self.tables)
         self.training = model.training
         self.show()
 
@@ -113,6 +119,7 @@ class Gated(Asking):
         rates |= {"gate_weight_decay": gate_weight_decay, "counted_weight_decay": counted_weight_decay}
         counted = {s.tensor for p in self.placements for s in p.counts}
         ratio = min(gate.rate_ratio for gate in self._gates())
+        sharding.follow(self.model, self.gates)
         return grouped(self.model.named_parameters(), self.gates.parameters(), counted, rates, ratio)
 
     # ---- what the gates say ----------------------------------------------------------------------------------------
@@ -201,9 +208,13 @@ class Gated(Asking):
             raise ValueError(f"`gate_noise` must have shape ({n},), one entry per gate, got {tuple(gate_noise.shape)}")
         z, added = self._drawn(gate_noise) if draws else (values(gates), None)
         if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
-            held = {name: target.holders for name, target in self._targets.items()}
-            weights = {".".join(path): w for name, w in self.gated_weights(z, added).items() for path in held[name]}
+            made, held = self.gated_weights(z, added), self._targets
+            weights = {".".join(path): made[name] for name in made for path in held[name].holders}
             return functional_call(self.model, weights, args, kwargs, tie_weights=False)
+        if self.on_activations:
+            sharding.refuse_late(self.model, self.gates)
+            with masking.masked(self.model, self._masks, z, self.tables):
+                return self.model(*args, **kwargs)
         with in_place(self.model, self._targets, lambda _, w, target: multiplied(w, target, z, self.tables, added)):
             return self.model(*args, **kwargs)
 
@@ -213,9 +224,7 @@ class Gated(Asking):
             raise RuntimeError("noise for each example (`per_example`) cannot be compiled: compile without it, or not")
         self.drawn = self.noisy = True
         draws = local.drawn(self._gates(), local.examples_in(args, kwargs))
-        with in_place(
-            self.model, self._targets, lambda name, w, target: local.noisy(name, w, target, draws, self.tables)
-        ):
+        with in_place(self.model, self._targets, partial(local.noisy, draws=draws, tables=self.tables)):
             return self.model(*args, **kwargs)
 
     def _drawn(self, gate_noise: Tensor | None) -> tuple[list[Tensor], list[Tensor | None] | None]:
@@ -237,12 +246,20 @@ class Gated(Asking):
         """Multiplies `z` into the weights of a copy of the model, in place: no second set of weights takes memory."""
         multiply_into(model, self._targets, z, self.tables)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch's; the gates are replicated tensors from the first time on that the model's weights are sharded."""
+        sharding.follow(self.model, self.gates)
+        return super().named_parameters(*args, **kwargs)
+
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def _aim(self) -> None:
         """Works out what the gates multiply in the model as it is now."""
         self.present = tuple(remaining(p, self.taken) for p in self.placements)
         self._targets, self._layout = aim(self.model, self.present)
+        if self.on_activations:
+            self._masks, tables = masking.aim(self.model, self.graph, self.present, self._gates())
+            self._layout |= tables
         self._settle()
 
     def _settle(self) -> None:

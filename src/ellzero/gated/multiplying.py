@@ -87,7 +87,17 @@ def multiplied(
             product = factor if product is None else product * factor
     if product is None:
         return weight
-    return weight * (product if product.dtype == weight.dtype else product.to(weight.dtype))
+    product = product if product.dtype == weight.dtype else product.to(weight.dtype)
+    return weight * (_replicated(product, weight) if type(weight).__name__ == "DTensor" else product)
+
+
+def _replicated(product: Tensor, weight: Any) -> Tensor:
+    """As a tensor that all processes have whole, beside one that is sharded over them."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = weight.device_mesh
+    out: Tensor = DTensor.from_local(product, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return out
 
 
 def laid_out(gates: Tensor, part: Factor, tables: Mapping[str, Tensor], elsewhere: float, lead: int = 0) -> Tensor:

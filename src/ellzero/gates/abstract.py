@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import ClassVar, Protocol, TypeAlias, final
+from typing import Any, ClassVar, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,11 @@ class AbstractGate(nn.Module, ABC):
             raise ValueError(f"`shape` must be a positive integer or a sequence of them, got {shape!r}")
         self.shape = torch.Size(dims)
         self._members: Members | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter that processes share, each of which has all of it, is a plain tensor here."""
+        found: Any = super().__getattr__(name)
+        return found.to_local() if type(found).__name__ == "DTensor" else found
 
     # ---- what a family provides -------------------------------------------------------------------------------------
 

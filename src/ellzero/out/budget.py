@@ -172,7 +172,7 @@ class Budget:
         """The Lagrangian's term, to add to the loss where no optimizer is driven; 0 when the gates have settled."""
         if self._driver is not None:
             raise RuntimeError("`term()` must not be added where `drive` does it already: it would count twice")
-        return next(self.gated.gates.parameters()).new_zeros(()) if (term := self._term()) is None else term
+        return self.gated.tables["ends"].new_zeros(()) if (term := self._term()) is None else term
 
     def _term(self) -> Tensor | None:
         if self.phase != "learning":

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero import gates as gt
+from ellzero.gated.base.sharding import is_sharded
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan
@@ -41,6 +42,7 @@ def fold(gated: Gated) -> nn.Module:
         A module of the model's own class, without gates.
     """
     refuse_unfit(gated)
+    refuse_sharded(gated)
     folded = _folded(gated)
     note_example(folded, gated.example_inputs)
     return folded
@@ -82,6 +84,7 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
         )
     """
     refuse_unfit(gated)
+    refuse_sharded(gated)
     gated.warn_of_noise()
     if gated.drawn and bool(gated.opens().all()):
         warn("every gate is open, so that nothing gets smaller: train longer, with a larger penalty, or under a budget")
@@ -100,6 +103,15 @@ def refuse_unfit(gated: Any) -> None:
         raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
     for name, gate in gated.named_gates():
         gate.check(name)
+
+
+def refuse_sharded(gated: Gated) -> None:
+    """Refuses weights of which each process has a part."""
+    if is_sharded(gated.model.parameters()):
+        raise ValueError(
+            "`gated` has weights that are sharded over processes: gather its state (`get_model_state_dict` with "
+            "`full_state_dict=True`), load it into one of the whole network, and use that"
+        )
 
 
 def _folded(gated: Gated, dtype: torch.dtype | None = None) -> nn.Module:

@@ -1,0 +1,155 @@
+"""Gates on activations: the same function and gradients as gates in weights; under `fully_shard` the same training.
+
+The oracle is the other way of applying gates: in weights, in one process.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import ellzero as l0
+from support import processes, replicated
+from support.oracles import scattered, set_gates, settled
+from support.zoo import LeNet, ResNet
+
+
+class Named(nn.Module):
+    """A layer that is called by keyword, and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(input=x))
+        return self.c(input=self.b(torch.tanh(self.b(h))))  # type: ignore[no-any-return]
+
+
+def pair(model: nn.Module, x: Tensor, **options: Any) -> tuple[l0.Gated, l0.Gated]:
+    """The same gates, in weights and on activations."""
+    ours = scattered(l0.attach(model, x, apply="activations", **options))
+    theirs = l0.attach(model, x, **options)
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "LeNet": lambda: (LeNet().double(), torch.randn(2, 1, 14, 14, dtype=torch.float64)),
+    "ResNet": lambda: (ResNet().double(), torch.randn(2, 2, 6, 6, dtype=torch.float64)),
+    "Blocks": lambda: (replicated.Blocks().double(), torch.randn(4, 8, dtype=torch.float64)),
+    "Named": lambda: (Named().double(), torch.randn(4, 3, dtype=torch.float64)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_give_what_weights_do(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = MODELS[name]()
+    ours, theirs = pair(settled(model), x)
+    u, found = torch.rand(ours.liveness.size, dtype=torch.float64), []
+    for gated in (ours, theirs):
+        gated.train(name != "ResNet")  # statistics of a batch follow the same way in both, and move
+        gated.zero_grad()
+        out = gated(x, gate_noise=u) if gated.training else gated(x)
+        out.square().sum().backward()
+        found.append([out.detach(), *(p.grad for p in gated.parameters() if p.grad is not None)])
+    assert len(found[0]) > 3
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+    first, gate = next(iter(ours.named_gates()))
+    set_gates(ours, {first: [0, gate.shape[0] - 1]})
+    small = l0.compact(ours.eval())
+    torch.testing.assert_close(small(x), ours(x), rtol=1e-10, atol=1e-12)
+
+
+def test_the_model_itself_is_left_alone() -> None:
+    model, x = Named(), torch.randn(4, 3)
+    before = model(x)
+    gated = scattered(l0.attach(model, x, apply="activations"))
+    assert not torch.equal(gated.train()(x), before)
+    assert torch.equal(model(x), before)
+    assert not model.b._forward_pre_hooks
+
+
+def test_what_no_mask_does_is_refused() -> None:
+    x = torch.randn(2, 4)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    with pytest.raises(ValueError, match=r'cannot gate `2\.weight`: it is on single weights; `apply="weights"` can'):
+        l0.attach(plain, x, where=l0.weights("2.weight"), apply="activations")
+    with pytest.raises(ValueError, match='must be "weights", or "activations" without `per_example`'):
+        l0.attach(plain, x, apply="activations", per_example=True)
+    with pytest.raises(ValueError, match="got 'inputs'"):
+        l0.attach(plain, x, apply="inputs")
+    maps = torch.randn(2, 4, 5, 5)
+    grouped = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(), nn.Conv2d(8, 3, 1))
+    with pytest.raises(ValueError, match=r"cannot gate `2\.weight`: its convolution has groups"):
+        l0.attach(grouped, maps, apply="activations")
+
+
+def test_a_layer_whose_forward_is_passed_by_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a hook were not called: the two ways differ on the example."""
+    monkeypatch.setattr("ellzero.gated.base.masking._before", lambda _, __, ___, args, kwargs: (args, kwargs))
+    with pytest.raises(ValueError, match="its output is another than with gates in its weights"):
+        l0.attach(Named(), torch.randn(4, 3), apply="activations")
+
+
+# ---- sharded ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_processes_that_shard_train_as_one_does(server: processes.Server, tmp_path: Path) -> None:
+    """With checkpointed blocks, clipping, and a new start in the middle; and what comes out compacts."""
+    for job in [server.start("sharded", rank=rank, folder=str(tmp_path)) for rank in range(2)]:
+        assert job.wait() == 0, job.said
+    ranks = [torch.load(tmp_path / f"rank{r}.pt") for r in range(2)]
+    assert ranks[0]["phase"] == "tuning"
+    assert "process group" in ranks[0]["masked"]
+    gated, budget = replicated.in_blocks("weights")
+    budget.shrink = False
+    optimizer = torch.optim.SGD(gated.param_groups(lr=0.1, gate_lr=1.0), momentum=0.9)
+    for step in range(16):
+        optimizer.zero_grad()
+        batches = [(replicated.wide(rank, step), ranks[rank]["noises"][step]) for rank in range(2)]
+        replicated.step_in_blocks(gated, budget, batches)
+        norm = nn.utils.clip_grad_norm_(gated.parameters(), 0.5)
+        optimizer.step()
+        budget.step(optimizer)
+    assert ranks[0]["norm"] == pytest.approx(float(norm), rel=1e-4)
+    for name, p in gated.model.named_parameters():
+        torch.testing.assert_close(ranks[0]["state"][f"model.{name}"], p.detach(), rtol=1e-4, atol=1e-5)
+    whole = l0.attach(replicated.Blocks(), torch.zeros(2, 8))
+    whole.load_state_dict(ranks[0]["state"])
+    assert torch.equal(whole.opens(), gated.opens())  # settled ones go on rolling in a group, to no effect
+    assert 0 < whole.opens().sum() < whole.liveness.size
+    small = l0.compact(whole.eval())
+    x = replicated.wide(0, 99)
+    torch.testing.assert_close(small(x), gated.eval()(x), rtol=1e-3, atol=1e-4)
+    assert sum(p.numel() for p in small.parameters() if p.ndim == 2) <= 0.6 * (2 * 3 * 8 * 12 + 8 * 3)
+
+
+def test_other_ways_to_shard_are_refused(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        x = torch.randn(4, 8)
+        late = l0.attach(replicated.Blocks(), x, apply="activations")
+        torch.optim.SGD(late.param_groups(), lr=0.1)
+        fully_shard(late.model, mesh=mesh)
+        with pytest.raises(RuntimeError, match="shard, then make the optimizer"):
+            late(x)
+        with pytest.raises(ValueError, match="sharded over processes: gather its state"):
+            l0.compact(late)
+        tensors = l0.attach(replicated.Blocks(), x, apply="activations")
+        parallelize_module(tensors.model.head, mesh, ColwiseParallel())
+        with pytest.raises(RuntimeError, match="gates know no tensor parallelism"):
+            tensors.param_groups()
+    finally:
+        dist.destroy_process_group()
