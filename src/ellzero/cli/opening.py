@@ -218,6 +218,10 @@ def loading(recipe: Recipe, file: Path, images: Tensors) -> list[str]:
     if recipe.facts.own:
         module = recipe.network.partition(":")[0]
         made, rooms, imports = f"{recipe.network.replace(':', '.')}()", [], ["import ellzero", f"import {module}"]
+    if recipe.centres:
+        kind = ", dtype=torch.int64" * (images.train_x.dtype is torch.int64)
+        made = f"ellzero.centred({made}, torch.zeros({(1, *images.shape)}{kind}))"
+        imports = [*imports, "import torch"]
     if images.train_x.dtype is torch.uint8 and images.train_x.ndim == 4:
         scale = "".join(f", {numbers}" for numbers in images.shift_and_scale(recipe.scaling))
         rooms, call = ["data", *rooms], f"logits = net(data.scaled(images{scale}))  # of bytes, (N, C, H, W)"

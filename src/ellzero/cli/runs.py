@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import webbrowser
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,7 +123,11 @@ def compact(
     if recipe.recalibrate and not trainer.done and networks.find(recipe.network).has_batch_norm:
         warn("the run is not finished: batch-norm statistics are those of training, and gathered anew at its end alone")
     noise = noise_like(folder, 3)
-    fresh, example = partial(recipe.facts.make, len(noise.classes), recipe.dropout), noise.example(3)
+    example = noise.example(3)
+
+    def fresh() -> nn.Module:
+        return building.as_gated(recipe, recipe.facts.make(len(noise.classes), recipe.dropout), example)
+
     parameters, before = opening.size(small), opening.size(fresh())
     say(f"{recipe.name}, seed {recipe.seed}: {parameters:,} of {before:,} parameters ({parameters / before:.2%}).")
     for file in files:

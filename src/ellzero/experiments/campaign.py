@@ -106,7 +106,7 @@ def memory(recipe: Recipe, dataset: Dataset) -> tuple[int, int]:
     with torch.random.fork_rng(devices=[]):
         model = recipe.facts.make(len(dataset.classes), recipe.dropout)
     parameters = list(model.parameters())
-    copies = 4 + (2 if recipe.optimizer == "adam" else 1)  # weights and gated ones, with gradients; the optimizer's
+    copies = 4 + (1 if recipe.optimizer == "sgd" else 2)  # weights and gated ones, with gradients; the optimizer's
     copies += (2 if recipe.ema is not None else 0) + (4 if recipe.extra_gradient else 0)  # evaluation copies an average
     example = dataset.example(2)
     image, (count, tested) = activations(model, example), dataset.sizes

@@ -216,6 +216,28 @@ def _frontier() -> Iterable[Recipe]:
     yield lenet.override(finetune_epochs=100)
 
 
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for recipe in (*_budgets(), *_papers(), *_rivals(), *_wide(), *_frontier())
-}
+def _transformers() -> Iterable[Recipe]:
+    """Transformers, dense and under one budget of MACs over heads, feed-forward layers and the stream: the rest as
+    `Budget` has it. The small ones among them are trained alone.
+    """
+    # nanoGPT's `train_shakespeare_char.py`, 5,000 steps; its clipped gradients, β₂ = 0.99 and last rate of 1e-4 are not
+    # here, nor its estimate of the loss: ours is of the whole rest of the text.
+    what = {"name": "gpt-shakespeare", "network": "gpt-6-6-384", "data": "tinyshakespeare", "metric": "loss"}
+    steps = {"optimizer": "adamw", "lr": 1e-3, "l2": 0.1, "cosine": True, "lr_warmup": 2, "batch": 64, "epochs": 82}
+    gpt = Recipe.from_dict({**what, **steps, "placement": None, "init": "own", "dropout": 0.2, "precision": "bfloat16"})
+    yield gpt
+    yield _within(gpt, 50)
+    yield gpt.override(name="gpt-6-6-264-shakespeare", network="gpt-6-6-264")
+
+
+def _within(dense: Recipe, percent: int) -> Recipe:
+    """The recipe with so many percent of the MACs."""
+    gates = {"placement": "streams", "drop_rates": {"*": 0.05}, "gate_lr": "auto", "decay_gates": False}
+    target = {"cost": "macs", "at_most": percent / 100, "on": "kept", "target_warmup": FALLING, "finalize": True}
+    kind, _, rest = dense.name.partition("-")
+    settles = {"settle_at": max(1, round(LEARNING * dense.epochs))}
+    return dense.override(name=f"{kind}-{percent}-{rest}", **gates, **target, **settles)
+
+
+_ALL = (*_budgets(), *_papers(), *_rivals(), *_wide(), *_frontier(), *_transformers())
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _ALL}

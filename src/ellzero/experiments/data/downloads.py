@@ -45,6 +45,7 @@ class File:
     sha256: str
     urls: tuple[str, ...] = ()  # mirrors, in the order in which they are asked
     archive: File | None = None  # the `.tar.gz` that holds it, if it is not offered by itself
+    by_hand: str = ""  # how to get it where no mirror offers it: a sentence
 
     def checked(self, data: bytes, name: str) -> bytes:
         """The same bytes, if they are this file's; else a DataError, which calls them by `name`."""
@@ -58,18 +59,23 @@ class File:
 
 
 Bytes = NDArray[np.uint8]
-Split = tuple[Bytes, Bytes, Bytes, Bytes]  # training images (N, C, H, W) and labels (N,), test images and labels
+# Training images (N, C, H, W) and labels (N,), test images and labels; of text characters, and those that follow.
+Split = tuple[Bytes, Bytes, Bytes, Bytes]
 
 
 class Facts(NamedTuple):
     """A data set. Each writes down its own, in a file of its own."""
 
-    shape: tuple[int, int, int]  # of an image: channels, height, width
-    classes: tuple[str, ...]
+    shape: tuple[int, ...]  # of an image: channels, height, width; of text: how many characters are read at once
+    classes: tuple[str, ...]  # of text: its characters
     mean: tuple[float, ...]  # per channel, of the training pixels in [0, 1], as the papers' code has it
     std: tuple[float, ...]
     read: Callable[[Sequence[tuple[bytes, str]]], Split]  # of the contents of `files`, each with its name for errors
     files: tuple[File, ...] = ()  # none if it comes with the library
+
+    @property
+    def is_text(self) -> bool:
+        return len(self.shape) == 1
 
 
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -150,6 +156,7 @@ def _download(file: File, path: Path) -> None:
         except FileError as error:
             raise DataError(str(error)) from error
     raise DataError(
-        f"{path.name} is not in {path.parent}, and no mirror gave it:{''.join(failures)}\n"
+        f"{path.name} is not in {path.parent}, and no mirror {'gave it:' if failures else 'offers it.'}"
+        f"{''.join(failures)}\n{file.by_hand}{' ' * bool(file.by_hand)}"
         f"Put it there by hand, or set ${VARIABLE} to the folder that holds `{file.path}`."
     )

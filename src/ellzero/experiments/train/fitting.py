@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,12 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 def loss_of(recipe: Recipe) -> Loss:
     """The loss of the task: of outputs and targets, a mean over the batch."""
-    return F.cross_entropy if recipe.loss is None else find(recipe.loss)
+    return partial(of_classes, smoothing=recipe.label_smoothing) if recipe.loss is None else find(recipe.loss)
+
+
+def of_classes(output: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
+    """The cross-entropy of logits (batch, …, classes), one answer for each place."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(0, output.ndim - 2), label_smoothing=smoothing)
 
 
 @torch.no_grad()
@@ -35,15 +41,25 @@ def measured(
 
     Wrong classes are counted, in percent; a metric of the user's own sees all outputs and targets at once, on the CPU.
     """
-    own = recipe.metric or recipe.loss
+    own = recipe.loss if recipe.metric == "loss" else recipe.metric or recipe.loss
     if own is None:
-        wrong = torch.zeros(1, device=dataset.device)
+        count, unit = (_losses, 1) if recipe.metric == "loss" else (_wrong, 100)
+        seen = torch.zeros(1, dtype=torch.float64, device=dataset.device)
         for x, y in dataset.tests(chunk, rank, ranks):
-            wrong = wrong + (answer(x).argmax(-1) != y).sum(1)
-        return 100 * (parallel.total(wrong) if ranks > 1 else wrong).double() / dataset.sizes[1]  # one may look alone
+            seen = seen + count(answer(x), y)
+        return unit * (parallel.total(seen) if ranks > 1 else seen) / dataset.sizes[1]  # one may look alone
     found = [(answer(x).float().cpu(), y.cpu()) for x, y in dataset.tests(chunk)]
     outputs, targets = torch.cat([o for o, _ in found], 1), torch.cat([y for _, y in found])
     return torch.tensor([_number(own, output, targets) for output in outputs], dtype=torch.float64)
+
+
+def _wrong(outputs: Tensor, y: Tensor) -> Tensor:
+    """Of every run, the share of places that are wrong, summed over the examples."""
+    return (outputs.argmax(-1) != y).double().reshape(*outputs.shape[:2], -1).mean(2).sum(1)
+
+
+def _losses(outputs: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([of_classes(output.float(), y) for output in outputs]).double() * len(y)
 
 
 def _number(name: str, output: Tensor, target: Tensor) -> float:
@@ -57,7 +73,8 @@ def _number(name: str, output: Tensor, target: Tensor) -> float:
 
 def refuse_unfit(recipe: Recipe, model: nn.Module, dataset: Dataset) -> None:
     """Tries a network of the user's own, or their data, loss and metric, on two inputs, and says what does not fit."""
-    if not (recipe.is_own or recipe.metric or is_own(recipe.data)):
+    metric = None if recipe.metric == "loss" else recipe.metric
+    if not (recipe.is_own or metric or is_own(recipe.data)):
         return
     wanted = recipe.facts.images
     if wanted is not None and dataset.shape != wanted:
@@ -83,8 +100,8 @@ def refuse_unfit(recipe: Recipe, model: nn.Module, dataset: Dataset) -> None:
         dataset.refuse_labels(output.shape[1])
     else:
         _refuse_loss(recipe.loss, output, y)
-    if recipe.metric is not None:
-        _number(recipe.metric, output.float(), y)
+    if metric is not None:
+        _number(metric, output.float(), y)
 
 
 def _refuse_loss(name: str, output: Tensor, y: Tensor) -> None:

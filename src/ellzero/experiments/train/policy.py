@@ -79,7 +79,7 @@ class Policy:
     def test_batch(self) -> int:
         """How many test images are looked at together."""
         most = self.recipe.facts.test_batch
-        return self.recipe.batch if most == 0 else most if self.on_gpu else _TEST_BATCH
+        return self.recipe.batch if most == 0 else most if self.on_gpu else min(most, _TEST_BATCH)
 
     def turns(self, epoch: int, fixed: bool) -> bool:
         """Whether the epochs with gates that learn are over, and something comes after them that has not begun."""
@@ -97,7 +97,8 @@ class Policy:
         falling = (1 + math.cos(math.pi * epoch / r.epochs)) / 2 if r.cosine else 1.0
         if r.linear_after is not None:
             falling = min(1.0, (1 - epoch / r.epochs) / (1 - r.linear_after))
-        return falling * r.decay ** sum(m <= epoch for m in r.milestones), left
+        rising = min(1.0, (epoch + 1) / max(1, r.lr_warmup))
+        return rising * falling * r.decay ** sum(m <= epoch for m in r.milestones), left
 
     @property
     def captures(self) -> bool:

@@ -28,6 +28,7 @@ class Supply:
         self._stream: Iterator[tuple[Tensor, Tensor]] = iter(())  # of samples that are made one by one
         self._images = torch.zeros(0)
         self._changes = self.recipe.augment or self.recipe.distort > 0
+        self._choices = len(dataset.train_x) if isinstance(dataset, Tensors) else dataset.sizes[0]
         self._run = torch.arange(len(recipes), device=dataset.device)[:, None]
         self.teacher: Callable[[Tensor], Tensor] | None = None  # the probabilities of classes that count as labels
         if isinstance(dataset, Tensors):
@@ -51,7 +52,7 @@ class Supply:
             generator = torch.Generator(device).manual_seed(int(torch.randint(2**62, (), generator=drawn)))
             if self._changes and isinstance(self.data, Tensors):
                 self._change(self.data.train_x, drawn, self._images[run])
-            batches = shuffled(self.data.sizes[0], recipe.batch, generator)
+            batches = shuffled(self._choices, recipe.batch, generator)[: self.data.sizes[0] // recipe.batch]
             order.append(batches.chunk(parallel.ranks(), 1)[parallel.rank()])
             if parallel.rank():
                 own = np.random.SeedSequence([recipe.seed, number, parallel.rank()]).generate_state(1, np.uint64)[0]

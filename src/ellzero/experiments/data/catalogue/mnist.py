@@ -72,7 +72,7 @@ MNIST_SPLIT = MNIST._replace(read=_read_split)
 
 
 def _read_part(_: Sequence[tuple[bytes, str]]) -> Split:
-    file = files("ellzero.experiments.data").joinpath("mnist5k.npz")
+    file = files("ellzero.experiments.data.catalogue").joinpath("mnist5k.npz")
     with file.open("rb") as stream, np.load(stream, allow_pickle=False) as stored:
         x, y = stored["images"].reshape(10, 500, 1, 28, 28), stored["labels"].reshape(10, 500)
     train_x, test_x = (part.reshape(-1, 1, 28, 28) for part in np.split(x, [_TRAINED_ON], axis=1))

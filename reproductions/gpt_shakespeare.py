@@ -1,0 +1,119 @@
+"""Transformers under one budget of MACs over heads, feed-forward layers and the residual stream.
+
+    ellzero reproduce gpt-shakespeare --every 2 --device cuda
+
+A character GPT (6 layers, 6 heads, width 384) on Shakespeare: nanoGPT gives 1.4697 as its best loss per character on
+the last tenth of the text, after 5,000 steps. So best counts here too; it is the loss of all of that tenth, in windows
+of 256 characters that do not overlap, where nanoGPT draws 200 batches of windows.
+
+In the rows with gates, LayerNorms subtract no mean (`l0.centred`), so that the stream can shrink. The gates choose for
+two fifths of the epochs; then the network shrinks, and trains on alone. Beside them is a narrower network of about as
+many MACs, trained from scratch in as many epochs.
+
+"heads" and "feed-forward" are what is left in each layer, of the first seed; "stream" is the width of the stream.
+Seconds are those of training: compilation is in them, evaluation is not.
+"""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ellzero.experiments.data import stand_in
+from ellzero.experiments.figures import BLUE, GREEN, INK, ORANGE, VERMILION, grid, legend, save
+from ellzero.experiments.papers import get
+from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.store.statistics import with_interval
+from ellzero.experiments.study import Row, Study
+from ellzero.out.tables import new_table
+
+Record = dict[str, Any]
+ROWS = (
+    Row("dense", get("gpt-shakespeare"), error="1.4697"),
+    Row("50 % of the MACs", get("gpt-50-shakespeare")),
+    Row("width 264 from scratch", get("gpt-6-6-264-shakespeare")),
+)
+
+
+def parts(seed: Record) -> dict[str, list[int]]:
+    """What is left of heads and feed-forward layers, layer by layer, and of the stream; nothing where no gates were."""
+    found: dict[str, list[int]] = {"heads": [], "feed-forward": [], "stream": []}
+    for name, units in seed.get("architecture", {}).items() if "costs" in seed else ():
+        kind = "heads" if name.endswith(".qkv") else "feed-forward" if name.endswith(".up") else "stream"
+        found[kind].append(units)
+    return found
+
+
+def sizes(record: Record) -> list[str]:
+    """MACs of an example and parameters, in millions; of what is left also the share of the dense network's."""
+    seeds, recipe = record["seeds"], Recipe.from_dict(record["recipe"])
+    if all("costs" in s for s in seeds):
+        costs = [(s["costs"]["macs"], s["costs"]["params"]) for s in seeds]
+        whole = [cost["dense"] for cost in costs[0]]
+        shares = [statistics.fmean(cost["kept"] for cost in column) for column in zip(*costs, strict=True)]
+        return [f"{w * s / 1e6:,.2f} ({100 * s:.1f} %)" for w, s in zip(whole, shares, strict=True)]
+    noise = stand_in(recipe.data, 1)
+    model = recipe.facts.make(len(noise.classes)).eval()
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+        model(noise.example(1))
+    numbers = counted.get_total_flops() / 2, sum(p.numel() for p in model.parameters())
+    return [f"{number / 1e6:,.2f}" for number in numbers]
+
+
+def table(records: Sequence[Record], title: str) -> Table:
+    digits = ".2f" if Recipe.from_dict(records[0]["recipe"]).in_percent else ".4f"
+    left = ("row", "heads", "feed-forward", "stream")
+    right = ("published", "best", "last", "M MACs", "M parameters", "seconds", "× dense")
+    out = new_table(title, left, right, fold=True)
+    dense = next((r for r in records if r["row"] == "dense"), None)
+    for record in records:
+        seeds = record["seeds"]
+        seconds = statistics.fmean(s["seconds_of_stack"] for s in seeds)
+        ratio = "–"
+        if dense is not None and (record["device"], len(seeds)) == (dense["device"], len(dense["seeds"])):
+            ratio = f"{seconds / statistics.fmean(s['seconds_of_stack'] for s in dense['seeds']):.3f}"
+        out.add_row(
+            record["row"],
+            *("-".join(map(str, units)) or "–" for units in parts(seeds[0]).values()),
+            record["published"]["error"] or "–",
+            *(with_interval([s[name] for s in seeds], digits) for name in ("error_best", "error_last")),
+            *sizes(record),
+            f"{seconds:.0f}",
+            ratio,
+        )
+    return out
+
+
+def draw(records: Sequence[Record], folder: Path) -> list[Path]:
+    recipe = Recipe.from_dict(records[0]["recipe"])
+    colours = dict(zip((r["row"] for r in records), (INK, VERMILION, BLUE, ORANGE, GREEN), strict=False))
+    with grid(1, 3, size=(10.0, 3.0)) as (figure, (error, heads, hidden)):
+        for record in records:
+            style = {"color": colours[record["row"]]}
+            for number, seed in enumerate(record["seeds"]):
+                epochs, values = zip(*((h["epoch"], h["error"]) for h in seed["history"]), strict=True)
+                thin = 1.4 if number == 0 else 0.6
+                error.plot(epochs, values, label=record["row"] if number == 0 else None, linewidth=thin, **style)
+            left = parts(record["seeds"][0])
+            for axes, kind in ((heads, "heads"), (hidden, "feed-forward")):
+                axes.plot(range(1, len(left[kind]) + 1), left[kind], marker="s", **style)
+        what = f"test {recipe.error}{' (%)' * recipe.in_percent}"
+        error.set(title="(a) what it gives", xlabel="epoch", ylabel=what, yscale="log")
+        error.yaxis.set_major_formatter("{x:g}")
+        error.yaxis.set_minor_formatter("{x:g}")
+        heads.set(title="(b) heads left", xlabel="layer", ylim=(0, None))
+        hidden.set(title="(c) feed-forward units left", xlabel="layer", ylim=(0, None))
+        legend(figure, error)
+        caption = f"""{recipe.facts.title} on {recipe.data}, {records[0]["device"]}. (a) The error noted in training,
+            over epochs; thin lines are further seeds. (b), (c) What is left in each layer of the networks with gates,
+            of the first seed."""
+        return save(figure, folder / f"{recipe.name}", caption)
+
+
+TITLE = "A character GPT on Shakespeare: validation loss per character"
+STUDY = Study("gpt-shakespeare", TITLE, ROWS, seeds=1, table=table, draw=draw, keep_networks=True)
