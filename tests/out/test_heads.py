@@ -102,7 +102,7 @@ def test_keys_and_values_from_elsewhere() -> None:
     assert_counted(gated, small, (draw(2, 5, 8), draw(2, 3, 8)))
 
 
-def test_all_heads_may_go_where_a_residual_carries_on() -> None:
+def test_all_heads_may_close_where_a_residual_carries_on() -> None:
     model = settled(Attention())
     gated = l0.attach(model, draw(2, 5, 8)).eval()
     set_gates(gated, {"q": range(4)})
@@ -110,6 +110,34 @@ def test_all_heads_may_go_where_a_residual_carries_on() -> None:
     small = l0.compact(gated)
     assert_same(small(x), x + model.out.bias)
     assert_same(small(x), gated(x))
+
+
+class Counting(nn.Module):
+    """Attention that counts its heads by itself, and would run without any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(*x.shape[:2], -1, 2).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_torchs_own_attention_never_gets_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it divides by their number, and the process ends. So one stays."""
+    heads, own = [], F.scaled_dot_product_attention
+
+    def counted(q: Tensor, *others: Tensor) -> Tensor:
+        heads.append(q.shape[1])
+        return own(q, *others)
+
+    gated = l0.attach(settled(Counting()), draw(2, 5, 8)).eval()
+    set_gates(gated, {"q": range(4)})
+    small, x = l0.compact(gated), draw(3, 7, 8)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    assert_same(small(x), x)
+    assert heads == [1]
 
 
 @pytest.mark.slow

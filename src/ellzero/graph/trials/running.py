@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -129,6 +130,12 @@ def _leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs],
     return [(name, ndim) for name, _, ndim in calls.made if name not in ("expand", "expand_as")]
 
 
+def _refuse_no_heads(query: Any) -> None:
+    """CUDA divides by the number of heads, and the whole process ends: no network may come to that, nor a trial."""
+    if isinstance(query, Tensor) and 0 in query.shape:
+        raise ValueError("attention without a head or a unit, which ends the process on a GPU")
+
+
 class Calls(TorchFunctionMode):
     """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there."""
 
@@ -150,6 +157,8 @@ class Calls(TorchFunctionMode):
         return hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            _refuse_no_heads(args[0] if args else (kwargs or {}).get("query"))
         if self.muted:
             return func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func))
