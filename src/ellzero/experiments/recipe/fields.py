@@ -95,7 +95,7 @@ class Fields:
     dropout: Annotated[
         Rate,
         "rate on the hidden layer of every block of a WRN; of a GPT on the embedding, the attention's weights and what "
-        "is added to the stream.",
+        "is added to the stream; of a ViT on the attention's weights and, the more the later, whole branches.",
         Needs(lambda r: r.facts.has_dropout, "for {network!r}, which has none", strict=True),
     ] = 0.0
     # gates
