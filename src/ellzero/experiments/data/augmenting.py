@@ -45,7 +45,7 @@ _PAIRS: tuple[tuple[Act, Act], ...] = (
 
 
 def autoaugment(images: Tensor, generator: Generator, out: Tensor) -> None:
-    """Changes colour images of bytes (N, 3, H, W) at random into `out`: in place, and drawn on the CPU, as `augment`."""
+    """Changes colour images of bytes (N, 3, H, W) at random into `out`: in place, drawn on the CPU, as `augment`."""
     n = len(images)
     pair = torch.randint(len(_PAIRS), (n,), generator=generator)
     acts = torch.rand(2, n, generator=generator)
@@ -69,7 +69,7 @@ def changed(x: Tensor, name: str, level: int, sign: Tensor) -> Tensor:
         case "solarize":
             return torch.where(x < 256 * (1 - share), x, 255 - x)
         case "posterize":
-            return x & (256 - 2 ** (8 - round(8 - 4 * share)))
+            return torch.bitwise_and(x, 256 - 2 ** (8 - round(8 - 4 * share)))
         case "equalize":
             return _equalized(x)
     pixels = x.to(torch.float32)
