@@ -36,6 +36,7 @@ TRAINED = [
     "frontier",
     "frontier-split",
     "gpt-shakespeare",
+    "vit-cifar10",
 ]
 
 
@@ -49,6 +50,7 @@ def test_each_file_that_defines_a_study_is_found_under_its_own_name() -> None:
         "wrn_cifar100",
         "arena_split",
         "frontier_split",
+        "vit_cifar10",
     }  # two
     assert {n for n, s in known().items() if s.rows} == set(TRAINED)
     for name, study in known().items():

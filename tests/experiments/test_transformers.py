@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ellzero as l0
-from ellzero.experiments.data import load
-from ellzero.experiments.networks import GPT, find
+from ellzero.experiments.data import load, stand_in
+from ellzero.experiments.networks import GPT, ViTLite, find
 from ellzero.experiments.networks.transformer import Block, Branch
 from ellzero.experiments.papers import get
 from ellzero.experiments.train import evaluation
@@ -42,6 +42,21 @@ def test_sizes_of_a_gpt(layers: int, heads: int, width: int) -> None:
     assert macs(net, x) == layers * block_macs(width, 4 * width, 256) + 256 * 65 * width
     if width == 384:
         assert numel(net) - 256 * width == pytest.approx(10.65e6, abs=5e3)  # as nanoGPT prints it
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "millions", "published"), [(7, 256, 3.72, 239), (6, 256, 3.19, 205), (7, 176, 1.77, 0)]
+)
+def test_sizes_of_vit_lite(layers: int, width: int, millions: float, published: float) -> None:
+    with torch.device("meta"):
+        net, x = ViTLite(layers, 4, width), torch.zeros(1, 3, 32, 32)
+    block = 4 * width**2 + width + 2 * (2 * width**2) + 3 * width + 4 * width
+    assert numel(net) == 49 * width + 66 * width + layers * block + 2 * width + 11 * width - width + 10
+    assert numel(net) == pytest.approx(1e6 * millions, abs=5e3)
+    between = layers * 2 * 65**2 * width  # queries, keys and values, which the authors leave out
+    assert macs(net, x) == 64 * 48 * width + layers * block_macs(width, 2 * width, 65) + 10 * width
+    if published:
+        assert macs(net, x) - between == pytest.approx(1e6 * published, abs=0.5e6)
 
 
 def attended(block: Block, x: Tensor, heads: int) -> Tensor:
@@ -76,6 +91,23 @@ def test_a_gpt_by_hand() -> None:
     assert changed.tolist() == [False] * 4 + [True] * 3
 
 
+@torch.no_grad()
+def test_a_vit_by_hand() -> None:
+    torch.manual_seed(0)
+    net, x = ViTLite(2, 16, 8, classes=3, dropout=0.5).double().eval(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for value in (net.token, *(block.out.bias for block in net.blocks)):
+        nn.init.normal_(value)
+    rows = [net.token[0].expand(2, 1, 8)]
+    for top, left in ((0, 0), (0, 16), (16, 0), (16, 16)):
+        patch = x[:, :, top : top + 16, left : left + 16].flatten(1)
+        rows.append((patch @ net.patches.weight.flatten(1).T + net.patches.bias)[:, None])
+    h = torch.cat(rows, 1) + net.places
+    for block in net.blocks:
+        h = attended(block, h, 4)
+    torch.testing.assert_close(net(x), net.fc(net.norm(h[:, 0])))
+    assert [block.drop.p for block in net.blocks] == [0, 0.5]
+
+
 def test_a_gpt_begins_as_nanogpt_does() -> None:
     torch.manual_seed(0)
     net = GPT(6, 2, 64)
@@ -94,6 +126,11 @@ def test_widths_that_heads_do_not_share_are_refused() -> None:
         find("gpt-2-3-16")
     with pytest.raises(ValueError, match="`width` must be a multiple of the 3 heads, got 16"):
         GPT(2, 3, 16)
+    for name in ("vit-lite-7-5", "vit-lite-7-4-30"):
+        with pytest.raises(ValueError, match=rf"`network` must be .*got '{name}'"):
+            find(name)
+    with pytest.raises(ValueError, match="`patch` must divide the 32 rows of an image, got 5"):
+        ViTLite(7, 5)
 
 
 def test_a_branch_is_left_out_for_whole_examples() -> None:
@@ -139,6 +176,31 @@ def test_a_gpt_is_trained_settled_and_compacted_exactly() -> None:
         total += 256 * (4 * left["embed"] * inner + 2 * left["embed"] * left[f"blocks.{block}.up"])
         total += 2 * 256**2 * inner
     assert total == macs(compact.float(), data.test_x[:1])
+    assert total == pytest.approx(result["costs"]["macs"]["kept"] * result["costs"]["macs"]["dense"])
+
+
+@pytest.mark.slow
+def test_a_vit_is_trained_settled_and_compacted_exactly() -> None:
+    few = {"network": "vit-lite-2-8-16", "batch": 8, "epochs": 2, "settle_at": 1, "precision": "float32"}
+    data = stand_in("cifar10", 32)
+    trainer = train([get("vit-30-cifar10").override(**few, lr_warmup=1)], data)
+    (result,) = evaluation.results(trainer)
+    assert result["architecture"].keys() == {
+        "patches",
+        *(f"blocks.{k}.{part}" for k in (0, 1) for part in ("qkv", "up")),
+    }
+    assert 0.2 < result["costs"]["macs"]["kept"] <= 0.3
+    gated = trainer.network(0).double()
+    compact, x = l0.compact(gated), torch.randn(5, 3, 32, 32, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(compact(x), gated(x))
+    left = result["architecture"]
+    stream = left["patches"]
+    total = 16 * 3 * 64 * stream + 10 * stream
+    for block in range(2):
+        inner, hidden = 4 * left[f"blocks.{block}.qkv"], left[f"blocks.{block}.up"]
+        total += 17 * (4 * stream * inner + 2 * stream * hidden) + 2 * 17**2 * inner
+    assert total == macs(compact, x[:1])
     assert total == pytest.approx(result["costs"]["macs"]["kept"] * result["costs"]["macs"]["dense"])
 
 

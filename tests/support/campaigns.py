@@ -24,6 +24,10 @@ DENSE = {
     "lenet5": {"l0_norm": 430_570.0, "params": 431_080.0, "macs": 2_293_000.0},
     "wrn-28-10": {"l0_norm": 17e6, "params": 36_479_194.0, "macs": 5.2e9},
     "gpt-6-6-384": {"l0_norm": 1e7, "params": 10_770_048.0, "macs": 3_026_288_640.0},
+    "vit-lite-7-4": {"l0_norm": 3e6, "params": 3_716_874.0, "macs": 254.5e6},
+    "vit-lite-6-4": {"l0_norm": 3e6, "params": 3_190_538.0, "macs": 218.2e6},
+    "vit-lite-7-4-176": {"l0_norm": 1e6, "params": 1_766_874.0, "macs": 123.7e6},
+    "vit-lite-7-4-136": {"l0_norm": 1e6, "params": 1_060_674.0, "macs": 75.8e6},
     "gpt-6-6-264": {"l0_norm": 5e6, "params": 5_106_288.0, "macs": 1_496_647_680.0},
 }
 

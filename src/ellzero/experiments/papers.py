@@ -228,6 +228,16 @@ def _transformers() -> Iterable[Recipe]:
     yield gpt
     yield _within(gpt, 50)
     yield gpt.override(name="gpt-6-6-264-shakespeare", network="gpt-6-6-264")
+    # Hassani et al. (2021), the code beside their table for CIFAR
+    what = {"name": "vit-cifar10", "network": "vit-lite-7-4", "data": "cifar10"}
+    steps = {"optimizer": "adamw", "lr": 5e-4, "l2": 0.03, "cosine": True, "lr_warmup": 5, "batch": 128, "epochs": 200}
+    images = {"augment": "auto", "label_smoothing": 0.1, "precision": "bfloat16"}
+    vit = Recipe.from_dict({**what, **steps, **images, "placement": None, "init": "own", "dropout": 0.1})
+    yield vit
+    for percent in (50, 30):
+        yield _within(vit, percent)
+    for network in ("vit-lite-6-4", "vit-lite-7-4-176", "vit-lite-7-4-136"):
+        yield vit.override(name=f"{network}-cifar10", network=network)
 
 
 def _within(dense: Recipe, percent: int) -> Recipe:

@@ -11,12 +11,13 @@ from ellzero.experiments.networks.gpt import GPT
 from ellzero.experiments.networks.initialization import initialize_2017, initialize_2018, initialize_2021
 from ellzero.experiments.networks.lenet import LeNet5, LeNet300
 from ellzero.experiments.networks.resnet import ResNet
+from ellzero.experiments.networks.vit import ViTLite
 from ellzero.experiments.networks.wide_resnet import WideResNet
 
 for _module in pkgutil.iter_modules(__path__):  # so that a file that is not exported above registers itself too
     importlib.import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "GPT", "LeNet5", "LeNet300", "Network", "ResNet", "WideResNet", "find", "initialize_2017", "initialize_2018",
-    "initialize_2021", "lookup", "names",
+    "GPT", "LeNet5", "LeNet300", "Network", "ResNet", "ViTLite", "WideResNet", "find", "initialize_2017",
+    "initialize_2018", "initialize_2021", "lookup", "names",
 ]  # fmt: skip

@@ -21,7 +21,8 @@ class Branch(nn.Module):
         """What the branch adds to the stream of each example, (N, …): nothing, or 1 / (1 − p) times as much."""
         if not self.training or self.p == 0:
             return x
-        return x * F.dropout(torch.ones_like(x[:, :1, :1]), self.p)
+        kept = F.dropout(torch.ones(len(x), 1, 1, dtype=x.dtype, device=x.device), self.p)
+        return x * kept
 
 
 @final

@@ -95,7 +95,7 @@ class Fields:
     dropout: Annotated[
         Rate,
         "rate on the hidden layer of every block of a WRN; of a GPT on the embedding, the attention's weights and what "
-        "is added to the stream.",
+        "is added to the stream; of a ViT on the attention's weights and, the more the later, whole branches.",
         Needs(lambda r: r.facts.has_dropout, "for {network!r}, which has none", strict=True),
     ] = 0.0
     # gates
@@ -322,7 +322,11 @@ class Fields:
         Literal["unit", "signed", "standard"],
         '"unit" for pixels in [0, 1], "signed" for [−1, 1], "standard" for mean 0 and deviation 1.',
     ] = "standard"
-    augment: Annotated[bool, "whether images are padded by 4, cropped at random and mirrored."] = False
+    augment: Annotated[
+        bool | Literal["auto"],
+        'whether images are padded by 4, cropped at random and mirrored; "auto" for AutoAugment\'s policy for CIFAR-10 '
+        "before that.",
+    ] = False
     distort: Annotated[
         NotNegative,
         "by how many pixels (the standard deviation) points of the training images are moved at random, in each epoch "

@@ -13,7 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ellzero.experiments.data import Dataset, Samples, Tensors, augment, distort, epoch_generator, shuffled
+from ellzero.experiments.data import (
+    Dataset,
+    Samples,
+    Tensors,
+    augment,
+    autoaugment,
+    distort,
+    epoch_generator,
+    shuffled,
+)
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import processes as parallel
 
@@ -41,6 +50,11 @@ class Supply:
                 raise ValueError(
                     f"`{name}` must be {off} for {self.recipe.data!r}, which are no images of bytes in memory"
                 )
+
+        if self.recipe.augment == "auto" and self._images.shape[2] != 3:
+            raise ValueError(
+                f'`augment` must be true or false for {self.recipe.data!r}, which has no colours, got "auto"'
+            )
 
     def epoch(self, number: int, begin: int = 0) -> tuple[Tensor, Tensor]:
         """The order of the images, (steps, runs, batch), and the gates' noise, (steps, runs, draws, gates); who takes
@@ -78,7 +92,10 @@ class Supply:
         return x, y if self.teacher is None else self.teacher(x)
 
     def _change(self, images: Tensor, drawn: torch.Generator, out: Tensor) -> None:
-        """Makes the images of an epoch, as the recipe says: cropped and mirrored, then bent."""
+        """Makes the images of an epoch, as the recipe says: by AutoAugment, cropped and mirrored, then bent."""
+        if self.recipe.augment == "auto":
+            autoaugment(images, drawn, out=out)
+            images = out
         if self.recipe.augment:
             augment(images, drawn, out=out)
             images = out
