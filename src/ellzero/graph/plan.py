@@ -321,7 +321,8 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
             if not stay.any():
                 closed.add(tensor.rpartition(".")[0])
     for tensor in [t for t in scatters if t.rpartition(".")[0] in closed]:  # it reads nothing: its bias is all it gives
-        del scatters[tensor], rows[tensor][0]
+        del scatters[tensor]
+        rows.get(tensor, {}).pop(0, None)  # all of them stay where there is but one
     left = {(s.module, s.attribute): kept[s.units] | (s.units < 0) for s in graph.stored}
     sizes = {place: (len(here), int(here.sum())) for place, here in left.items()}
     sizes = {place: (was, now) for place, (was, now) in sizes.items() if was != now}
