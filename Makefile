@@ -6,12 +6,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # The torch that types and tests are written against; `make test TORCH=torch` takes the newest that we let in.
 TORCH  ?= torch<2.14
-# Test processes (JOBS=0: in one): one for each of two cores, because each imports all packages, which takes a quarter of a
-# minute and more. Each begins with its share of the tests, slow files first, and takes over from the other when it is done:
-# a file's tests share what is dear to make, such as a browser, and no core waits for the longest file. One thread in each: the networks in the tests are small, and the sums
-# come out alike on every machine. Bytecode is kept, also where containers say that it need not be: else each of many
-# processes compiles all files again.
-JOBS   ?= 2
+# Test processes (JOBS=0: in one): one more than two cores, because a test that waits for a browser or another process
+# leaves its core idle. Each begins with its share of the tests, slow files first, and takes over from the others when it
+# is done: a file's tests share what is dear to make, such as a browser, and no core waits for the longest file. One
+# thread in each: the networks in the tests are small, and the sums come out alike on every machine. Bytecode is kept,
+# also where containers say that it need not be: else each of many processes compiles all files again.
+JOBS   ?= 3
 PYTEST  = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help

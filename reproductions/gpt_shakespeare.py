@@ -37,18 +37,26 @@ from ellzero.experiments.study import Row, Study
 from ellzero.out.tables import new_table
 
 Record = dict[str, Any]
+
+
+def scratch(dense: str, network: str) -> Recipe:
+    """The recipe of the dense network with a smaller one in its place."""
+    data = dense.partition("-")[2]
+    return get(dense).override(name=f"{network}-{data}", network=network)
+
+
 ROWS = (
     Row("dense", get("gpt-shakespeare"), error="1.4697"),
     Row("50 % of the MACs", get("gpt-50-shakespeare")),
-    Row("width 264 from scratch", get("gpt-6-6-264-shakespeare")),
+    Row("width 264 from scratch", scratch("gpt-shakespeare", "gpt-6-6-264")),
 )
 ROWS_VIT = (
     Row("dense", get("vit-cifar10"), error="8.62"),
     Row("50 % of the MACs", get("vit-50-cifar10")),
     Row("30 % of the MACs", get("vit-30-cifar10")),
-    Row("6 layers from scratch", get("vit-lite-6-4-cifar10"), error="9.06"),
-    Row("width 176 from scratch", get("vit-lite-7-4-176-cifar10")),
-    Row("width 136 from scratch", get("vit-lite-7-4-136-cifar10")),
+    Row("6 layers from scratch", scratch("vit-cifar10", "vit-lite-6-4"), error="9.06"),
+    Row("width 176 from scratch", scratch("vit-cifar10", "vit-lite-7-4-176")),
+    Row("width 136 from scratch", scratch("vit-cifar10", "vit-lite-7-4-136")),
 )
 
 

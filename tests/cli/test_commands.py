@@ -218,7 +218,7 @@ def test_every_field_of_a_recipe_is_an_option_with_its_help(run: Run) -> None:
     flat = re.sub(r"[│\s]+", " ", out)
     for f in fields(Recipe):
         assert f" --{f.name.replace('_', '-')} VALUE " in flat
-    assert "--dropout VALUE rate on the hidden layer of every block of a WRN. --placement" in flat
+    assert "--dropout VALUE rate on the hidden layer of every block of a WRN; of a GPT on" in flat
     assert 'which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.' in flat  # over two lines
 
 
@@ -929,7 +929,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 # ---------------------------------------------------------------- data that stand in
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", [name for name, facts in KNOWN.items() if not facts.is_text])
 def test_what_stands_in_has_the_shape_of_what_it_stands_in_for(name: str) -> None:
     found = stand_in(name, 5)
     facts = KNOWN[name]

@@ -537,6 +537,7 @@ def test_without_matplotlib_tables_are_made_and_figures_refused(
         (["louizos2018-table1", "--seeds", "0"], "`--seeds` must be at least 1, got 0"),
         (["louizos2018-table1", "--resume", "--fresh"], "exclude each other"),
         (["louizos2018-figure1", "--epochs", "3"], "`--epochs` must be absent: `louizos2018-figure1` trains nothing"),
+        (["gpt-shakespeare", "--data", "mnist"], '`data` must be "shakespeare" or "tinyshakespeare" or "sonnets" for'),
         (["louizos2018-table1", "--only", "x*"], "`--only` must match the name of a recipe"),
     ],
 )

@@ -31,6 +31,7 @@ from ellzero.experiments.train.watching import Bar
 from ellzero.out.tables import new_table
 
 T = TypeVar("T")
+_Other = Literal["mnist", "mnist5k", "shakespeare", "tinyshakespeare", "sonnets"]
 
 
 def reproduce(
@@ -38,7 +39,7 @@ def reproduce(
     seeds: Annotated[int | None, option("N", "the study's, mostly 5")] = None,
     epochs: Annotated[int | None, option("N", "the paper's")] = None,
     device: Device = "auto",
-    data: Annotated[Literal["mnist", "mnist5k"] | None, arg(help_behavior_hint="(default: the paper's)")] = None,
+    data: Annotated[_Other | None, arg(help_behavior_hint="(default: the paper's)")] = None,
     data_dir: DataDir = None,
     only: Annotated[str | None, option("PATTERN")] = None,
     every: Annotated[int, arg(metavar="N")] = 1,
@@ -71,7 +72,7 @@ def reproduce(
         seeds: runs of each row, with the seeds 0, 1, 2, ….
         epochs: in place of the recipes' own.
         device: where to train; auto is a GPU if there is one.
-        data: in place of the recipes' own; mnist5k, a part of MNIST, comes with the library.
+        data: in place of the recipes' own; mnist5k, a part of MNIST, and sonnets come with the library.
         data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
         only: the rows whose recipe's name matches, such as 'louizos-mlp*'; several with commas between them.
         every: evaluate after every N epochs, and after the last.

@@ -218,7 +218,7 @@ def _frontier() -> Iterable[Recipe]:
 
 def _transformers() -> Iterable[Recipe]:
     """Transformers, dense and under one budget of MACs over heads, feed-forward layers and the stream: the rest as
-    `Budget` has it. The small ones among them are trained alone.
+    `Budget` has it.
     """
     # nanoGPT's `train_shakespeare_char.py`, 5,000 steps; its clipped gradients, β₂ = 0.99 and last rate of 1e-4 are not
     # here, nor its estimate of the loss: ours is of the whole rest of the text.
@@ -227,7 +227,6 @@ def _transformers() -> Iterable[Recipe]:
     gpt = Recipe.from_dict({**what, **steps, "placement": None, "init": "own", "dropout": 0.2, "precision": "bfloat16"})
     yield gpt
     yield _within(gpt, 50)
-    yield gpt.override(name="gpt-6-6-264-shakespeare", network="gpt-6-6-264")
     # Hassani et al. (2021), the code beside their table for CIFAR
     what = {"name": "vit-cifar10", "network": "vit-lite-7-4", "data": "cifar10"}
     steps = {"optimizer": "adamw", "lr": 5e-4, "l2": 0.03, "cosine": True, "lr_warmup": 5, "batch": 128, "epochs": 200}
@@ -236,8 +235,6 @@ def _transformers() -> Iterable[Recipe]:
     yield vit
     for percent in (50, 30):
         yield _within(vit, percent)
-    for network in ("vit-lite-6-4", "vit-lite-7-4-176", "vit-lite-7-4-136"):
-        yield vit.override(name=f"{network}-cifar10", network=network)
 
 
 def _within(dense: Recipe, percent: int) -> Recipe:

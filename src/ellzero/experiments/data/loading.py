@@ -37,7 +37,7 @@ def load(
         name: "mnist", "cifar10", "cifar100" (its 100 fine classes); "mnist-split", which has the last 10,000 of MNIST's
             training images to test on, to choose settings by; or "mnist5k": 4,000 + 1,000 images of MNIST's training
             set that come with the library; text: "shakespeare", all works, "tinyshakespeare", the file of nanoGPT, or
-            "sonnets", twenty of them that come with the library; or data of your own: `MODULE:FUNCTION`, which gives
+            "sonnets", 32 of them that come with the library; or data of your own: `MODULE:FUNCTION`, which gives
             two data sets, `FILE.npz`, or a folder of images.
         data_dir: the folder that files are looked up in, and downloaded to where they are missing: `mnist/` with the
             four idx `.gz` files, `cifar-10-batches-bin/` and `cifar-100-binary/` with the `.bin` files, or the archives

