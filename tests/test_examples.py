@@ -107,6 +107,14 @@ def test_the_example_of_several_processes_ends_within_its_budget(server: process
     assert sum(int(n) * int(m) for n, m in layers) <= 0.3 * (20 * 64 + 64 * 32 + 32 * 2)
 
 
+@pytest.mark.slow
+def test_the_example_of_sharded_weights_ends_within_its_budget(server: processes.Server, tmp_path: Path) -> None:
+    job = server.run("launched", program=str(ROOT / "examples" / "with_fsdp.py"), arguments=[], where=str(tmp_path))
+    layers = re.findall(r"(?:(\d+) x )?Linear\(in_features=(\d+), out_features=(\d+)", job.said)
+    assert len(layers) in (4, 6)  # the blocks are printed once where they are alike
+    assert sum(int(k or 1) * int(n) * int(m) for k, n, m in layers) <= 0.3 * (20 * 32 + 4 * 32 * 128 + 32 * 2)
+
+
 def test_every_block_of_the_page_about_loops_is_in_an_example() -> None:
     text = (ROOT / "docs" / "loops.md").read_text(encoding="utf-8")
     examples = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.py"))]
