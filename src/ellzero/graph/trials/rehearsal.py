@@ -63,8 +63,9 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     bench.graph = graph.with_axes(axes)
     if len(good) < len(survivors):  # what is small by now must be small along these alone
         bench.survives_parts([k for s in good for k in s])
-    normed = {k for k, a in enumerate(axes) if a.closing}  # of which one unit stays
-    vanishing, closing = [], {s: bench.closes(s) for s in good + lone if normed.isdisjoint(s)}
+    attended = _attended(graph)
+    one_stays = {k for k, a in enumerate(axes) if a.closing or bench.among(attended, k)}
+    vanishing, closing = [], {s: bench.closes(s) for s in good + lone if one_stays.isdisjoint(s)}
     for layers in (False, True):  # apart: where no layer goes, a trace tells more
         whole = [s for s, closes in closing.items() if closes is layers]
         vanishing += _sift(whole, [], bench.survives_vanishing, {})
@@ -79,6 +80,12 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
     return replace(graph, axes=tuple(axes), balances=balances, steps=steps)
+
+
+def _attended(graph: Graph) -> set[int]:
+    """The units that torch's own attention gives out, such as heads: without any it ends the process on a GPU."""
+    made = [layout for step in graph.steps if step.op == "scaled_dot_product_attention" for _, layout in step.made]
+    return {unit for layout in made for units in layout.values() for unit in units.ravel().tolist() if unit >= 0}
 
 
 def _together(graph: Graph, axes: Sequence[int]) -> list[Together]:
