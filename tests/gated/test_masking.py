@@ -67,6 +67,28 @@ def test_activations_give_what_weights_do(name: str) -> None:
     torch.testing.assert_close(small(x), ours(x), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_a_live_network_that_shrinks_goes_the_same_way() -> None:
+    """Masks follow what is left of the layers when the gates settle."""
+    found = []
+    for apply in ("weights", "activations"):
+        torch.manual_seed(0)
+        x, target = torch.randn(8, 1, 14, 14, dtype=torch.float64), torch.arange(8) % 3
+        gated = l0.attach(LeNet().double(), x, apply=apply).train()
+        budget = l0.Budget(gated, macs=0.5, steps=12, learning=0.5, gate_lr=0.5)
+        optimizer = torch.optim.AdamW(gated.param_groups(lr=1e-2))
+        budget.drive(optimizer)
+        for _ in range(12):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(gated(x), target).backward()
+            optimizer.step()
+        assert gated.taken is not None
+        assert not gated.taken.units.all()
+        found.append([gated.eval()(x), budget.finish()(x)])
+    torch.testing.assert_close(found[1][0], found[1][1], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-10)
+
+
 def test_the_model_itself_is_left_alone() -> None:
     model, x = Named(), torch.randn(4, 3)
     before = model(x)

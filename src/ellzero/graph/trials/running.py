@@ -132,7 +132,7 @@ def _leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs],
 
 def _refuse_no_heads(query: Any) -> None:
     """CUDA divides by the number of heads, and the whole process ends: no network may come to that, nor a trial."""
-    if isinstance(query, Tensor) and 0 in query.shape:
+    if isinstance(query, Tensor) and 0 in (*query.shape[-3:-2], *query.shape[-1:]):
         raise ValueError("attention without a head or a unit, which ends the process on a GPU")
 
 
