@@ -65,6 +65,10 @@ SECOND = {
         },
     ),
 }
+# A third one, with three seeds (`--seeds 3`), for LeNet-5's parameters: more epochs still, and targets that count each
+# layer's parameters, because some of the units that a layer keeps read nothing and are no parameters.
+THIRD = ((5, 10, 50, 12), (4, 10, 68, 13), (3, 10, 89, 13))
+LONGEST = {"distort": 0.7, "finetune_epochs": 250}
 # What the first round began with: what it found is in the recipes themselves.
 BEGUN = {"cost": "l0_norm", "distort": 1.0, "temperature": 2.0, "target_warmup": 0.5}
 FIRST = {
@@ -77,7 +81,7 @@ EPOCHS = {"lenet300": {"epochs": 40, "finetune_epochs": 100}, "lenet5": {"epochs
 
 def variants() -> Iterator[Row]:
     """The recipes on the split: all shapes, which make one stack for each network, then what is changed in one, then
-    all pairs of the second round.
+    all pairs of the second round and the shapes of the third.
     """
     for row in ROWS:
         recipe = row.recipe.override(data="mnist-split", **BEGUN, **EPOCHS[row.recipe.network])
@@ -90,9 +94,19 @@ def variants() -> Iterator[Row]:
         for shape, (word, change) in product(shapes, changes.items()):
             target = FREE[recipe.name] if shape is None else {"at_most": shaped(recipe.network, *shape)}
             changed[f"{_word(shape)}-{word}"] = target | change
+        for shape in THIRD if recipe.name == "frontier-lenet5-params" else ():
+            changed[f"{_word(shape)}-longest"] = {"at_most": shaped(recipe.network, *shape)} | LONGEST
+            changed[f"{_word(shape)}-counted"] = {"cost": "params", "at_most": counted(*shape)} | LONGEST
         for word, change in changed.items():
             label = word.replace("bent-", "bent ")
             yield Row(f"{row.label}: {label}", recipe.override(name=f"{recipe.name}-{word}", **change))
+
+
+def counted(conv1: int, conv2: int, inputs: int, hidden: int) -> dict[str, float]:
+    """`at_most` of the parameters of each layer of LeNet-5: those of a network with so many units."""
+    own = {"conv1": 26 * conv1, "conv2": (25 * conv1 + 1) * conv2, "fc1": (inputs + 1) * hidden, "fc2": 10 * hidden + 10}
+    dense = {"conv1": 520, "conv2": 25_050, "fc1": 400_500, "fc2": 5_010}
+    return {name: own[name] / whole + 1e-6 for name, whole in dense.items()}
 
 
 def _word(shape: tuple[int, ...] | None) -> str:
