@@ -88,7 +88,7 @@ def cases(kind: str, small: bool) -> dict[str, tuple[Callable[[], nn.Module], tu
     if small:
         sizes: tuple[int, ...] = (2, 2, 2, 4, 16, 2, 1)
     else:
-        sizes = (64, 16, 8, 32, 128, 4, 4) if kind == "cpu" else (1024, 256, 128, 64, 384, 6, 6)
+        sizes = (64, 16, 8, 32, 128, 4, 4) if kind == "cpu" else (8192, 1024, 256, 64, 384, 6, 6)
     return {
         "lenet5": (lenet5, (sizes[0], 1, 28, 28)),
         "resnet": (partial(ResNet, 10, sizes[3]), (sizes[1], 3, 32, 32)),
