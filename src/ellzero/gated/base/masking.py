@@ -7,14 +7,15 @@ at a time. This file knows linear layers, convolutions and embeddings, and draws
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ellzero.gated.multiplying import Target, in_place, multiplied, recomputing
 from ellzero.gated.placements import Placement
@@ -28,6 +29,8 @@ _KINDS: dict[str, tuple[int | None, int, int]] = {
     "Linear": (1, 0, 0), "Conv1d": (1, 0, 1), "Conv2d": (1, 0, 2), "Conv3d": (1, 0, 3), "Embedding": (None, 1, 0),
     "Conv1D": (0, 1, 0),
 }  # fmt: skip
+
+_Hook = Callable[[], RemovableHandle]  # puts a hook on its layer
 
 
 class Part(NamedTuple):
@@ -105,18 +108,32 @@ def masked(
     model: nn.Module, layers: Mapping[str, Masked], z: Sequence[Tensor], tables: Mapping[str, Tensor]
 ) -> Iterator[None]:
     """Multiplies what the layers read and give out in the block; what is recomputed of it later, by the same."""
-    with ExitStack() as hooks:
-        for path, mask in layers.items():
-            layer = model.get_submodule(path)
-            if mask.inputs:
-                factor = _laid_out(mask.inputs, mask.after, z, tables)
-                hook = layer.register_forward_pre_hook(partial(_before, factor, path), with_kwargs=True)
-                hooks.callback(hook.remove)
-            if mask.outputs:
-                factor = _laid_out(mask.outputs, mask.after, z, tables)
-                hooks.callback(layer.register_forward_hook(partial(_behind, factor)).remove)
-        hooks.enter_context(recomputing(lambda: masked(model, layers, z, tables)))
+    hooks: list[_Hook] = []
+    for path, mask in layers.items():
+        layer = model.get_submodule(path)
+        if mask.inputs:
+            before = partial(_before, _laid_out(mask.inputs, mask.after, z, tables), path)
+            hooks.append(partial(layer.register_forward_pre_hook, before, with_kwargs=True))
+        if mask.outputs:
+            behind = partial(_behind, _laid_out(mask.outputs, mask.after, z, tables))
+            hooks.append(partial(layer.register_forward_hook, behind))
+    with _hooked(hooks):
         yield
+
+
+@contextmanager
+def _hooked(hooks: Sequence[_Hook]) -> Iterator[None]:
+    """Has the hooks on their layers in the block. Every checkpointed part of a model comes here once a step, for all
+    layers: so nothing is made here.
+    """
+    handles: list[RemovableHandle] = []
+    try:
+        handles += [put() for put in hooks]
+        with recomputing(lambda: _hooked(hooks)):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

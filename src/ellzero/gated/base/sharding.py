@@ -19,16 +19,23 @@ def is_sharded(parameters: Iterable[Tensor]) -> bool:
     return any(type(p).__name__ == "DTensor" for p in parameters)  # without an import that takes a second
 
 
+def _may_be(model: nn.Module) -> bool:
+    """As `is_sharded`; one process alone, which asks in every step, does not walk through its weights for it."""
+    return dist.is_available() and dist.is_initialized() and is_sharded(model.parameters())
+
+
 def follow(model: nn.Module, gates: nn.Module) -> None:
     """Makes gates what the model's weights are: replicated tensors, if these are sharded and the gates are not yet.
 
     Raises:
         RuntimeError: the weights are sharded in another way than by `fully_shard` over one dimension of a mesh.
     """
+    if not _may_be(model):
+        return
     weights = [p for p in model.parameters() if is_sharded([p])]
     plain = [(m, key, p) for m in gates.modules() for key, p in m._parameters.items() if p is not None]
     plain = [(m, key, p) for m, key, p in plain if not is_sharded([p])]
-    if not weights or not plain:
+    if not plain:
         return
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -47,7 +54,7 @@ def follow(model: nn.Module, gates: nn.Module) -> None:
 
 def refuse_late(model: nn.Module, gates: nn.Module) -> None:
     """Refuses weights that were sharded after an optimizer may have got the gates."""
-    if is_sharded(model.parameters()) and not is_sharded(gates.parameters()):
+    if _may_be(model) and not is_sharded(gates.parameters()):
         raise RuntimeError("the model was sharded after its gates were handed out: shard, then make the optimizer")
 
 
