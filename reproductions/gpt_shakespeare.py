@@ -21,7 +21,7 @@ Seconds are those of training: compilation is in them, evaluation is not.
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.table import Table
@@ -29,12 +29,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ellzero.experiments.data import stand_in
-from ellzero.experiments.figures import BLUE, GREEN, INK, ORANGE, PURPLE, VERMILION, grid, legend, save
+from ellzero.experiments.figures import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PURPLE,
+    VERMILION,
+    bars,
+    grid,
+    in_rows,
+    legend,
+    save,
+    squares,
+)
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store.statistics import with_interval
 from ellzero.experiments.study import Row, Study
 from ellzero.out.tables import new_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Record = dict[str, Any]
 
@@ -109,30 +125,51 @@ def table(records: Sequence[Record], title: str) -> Table:
     return out
 
 
+def whole(recipe: Recipe) -> tuple[int, int, int]:
+    """Heads and feed-forward units of a layer of the dense network, and the width of its stream."""
+    with torch.device("meta"):
+        block: Any = recipe.facts.make(10).get_submodule("blocks.0")
+    return block.out.in_features // block.entries, block.up.out_features, block.out.out_features
+
+
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     recipe = Recipe.from_dict(records[0]["recipe"])
     colours = dict(zip((r["row"] for r in records), (INK, VERMILION, BLUE, ORANGE, GREEN, PURPLE), strict=False))
-    with grid(1, 3, size=(10.0, 3.0)) as (figure, (error, heads, hidden)):
+    with grid(1, 3, size=(10.0, 3.2)) as (figure, (error, heads, widths)):
         for record in records:
-            style = {"color": colours[record["row"]]}
             for number, seed in enumerate(record["seeds"]):
                 epochs, values = zip(*((h["epoch"], h["error"]) for h in seed["history"]), strict=True)
-                thin = 1.4 if number == 0 else 0.6
-                error.plot(epochs, values, label=record["row"] if number == 0 else None, linewidth=thin, **style)
-            left = parts(record["seeds"][0])
-            for axes, kind in ((heads, "heads"), (hidden, "feed-forward")):
-                axes.plot(range(1, len(left[kind]) + 1), left[kind], marker="s", **style)
+                label, thin = (record["row"], 1.4) if number == 0 else (None, 0.6)
+                error.plot(epochs, values, label=label, linewidth=thin, color=colours[record["row"]])
         what = f"test {recipe.error}{' (%)' * recipe.in_percent}"
         error.set(title="(a) what it gives", xlabel="epoch", ylabel=what, yscale="log")
         error.yaxis.set_major_formatter("{x:g}")
         error.yaxis.set_minor_formatter("{x:g}")
-        heads.set(title="(b) heads left", xlabel="layer", ylim=(0, None))
-        hidden.set(title="(c) feed-forward units left", xlabel="layer", ylim=(0, None))
+        draw_layers(heads, widths, [(parts(r["seeds"][0]), colours[r["row"]]) for r in records], whole(recipe))
         legend(figure, error)
         caption = f"""{recipe.facts.title} on {recipe.data}, {records[0]["device"]}. (a) The error noted in training,
             over epochs; thin lines are further seeds. (b), (c) What is left in each layer of the networks with gates,
-            of the first seed."""
+            by colour, of the first seed: as many squares are full as heads are kept; bars are feed-forward units, the
+            last one the stream; grey is what the dense network has."""
         return save(figure, folder / f"{recipe.name}", caption)
+
+
+def draw_layers(
+    heads: "Axes", widths: "Axes", left: Sequence[tuple[dict[str, list[int]], str]], dense: tuple[int, int, int]
+) -> None:
+    """Squares for the heads of each network beside each other, and bars for its widths; which heads is not known."""
+    left = [(found, colour) for found, colour in left if any(found.values())]
+    layers, streams = (max((len(found[kind]) for found, _ in left), default=0) for kind in ("heads", "stream"))
+    of_head, of_layer, of_stream = dense
+    for k, (found, colour) in enumerate(left):
+        squares(heads, [[1.0] * n + [0.0] * (of_head - n) for n in found["heads"]], colour, k * (of_head + 1))
+        rows = [(of_layer, n) for n in found["feed-forward"]] + [(of_stream, n) for n in found["stream"]]
+        each = 0.8 / len(left)
+        bars(widths, rows, colour, (k + 0.5) * each - 0.4, 0.9 * each)
+    numbers = [str(k + 1) for k in range(layers)]
+    for panel, title, names in ((heads, "(b) heads", numbers), (widths, "(c) widths", numbers + ["stream"] * streams)):
+        panel.set(title=title, ylabel="layer", xticks=[])
+        in_rows(panel, names)
 
 
 TITLE = "A character GPT on Shakespeare: validation loss per character"

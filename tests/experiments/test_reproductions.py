@@ -570,3 +570,38 @@ def test_the_page_gets_the_stored_variants_of_a_budget(tmp_path: Path) -> None:
     assert lines[0] == "| gates | 10 % | 35 % |"
     assert lines[2:-2] == [f"| {words} | 2.00 ± 12.71 | 2.00 ± 0.00 |" for words in render.ABLATION.values()]
     assert lines[-1] == "Seeds: 2; 20 epochs, GPU, torch 2.13, commit `0123456789ab`: `python benchmarks/x.py`."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "heads", "hidden", "stream"), [("gpt-shakespeare", 6, 1536, 384), ("vit-cifar10", 4, 512, 256)]
+)
+def test_the_figure_of_transformers_has_what_each_layer_keeps(
+    name: str, heads: int, hidden: int, stream: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    figure, seen = module("gpt_shakespeare"), list[Any]()
+    monkeypatch.setattr(figure, "save", lambda drawn, path, caption: seen.append(drawn) or [])
+    records = invented(known()[name])
+    gated = [record for record in records if "costs" in record["seeds"][0]]
+    kept = [[(3, 100 + k), (0, 7), (heads, 0)] for k in range(len(gated))]  # heads and feed-forward units by layer
+    for k, record in enumerate(gated):
+        layers = {
+            f"blocks.{b}.{part}": pair[i] for b, pair in enumerate(kept[k]) for i, part in enumerate(("qkv", "up"))
+        }
+        record["seeds"][0]["architecture"] = {"embed": 50 + k, **layers}
+    figure.draw(records, tmp_path)
+    _, squares, widths = seen[0].axes
+    full = [p for p in squares.patches if p.get_facecolor()[3] == 1]
+    assert len(squares.patches) == 3 * heads * len(gated)
+    for k, of_layers in enumerate(kept):
+        mine = [p for p in full if (heads + 1) * k <= p.get_x() < (heads + 1) * (k + 1)]
+        assert [sum(round(p.get_y() + 0.43) == layer for p in mine) for layer in range(3)] == [n for n, _ in of_layers]
+        dense, left = ([p.get_width() for p in widths.patches[8 * k + i : 8 * k + i + 4]] for i in (0, 4))
+        assert dense == [hidden, hidden, hidden, stream]
+        assert left == [100 + k, 7, 0, 50 + k]
+        assert [t.get_text().strip() for t in widths.texts[4 * k : 4 * k + 4]] == [
+            f"{100 + k}",
+            "7",
+            "gone",
+            f"{50 + k}",
+        ]

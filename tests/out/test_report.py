@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -15,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ellzero as l0
 from ellzero.gates.abstract import AbstractGate, Phi
+from ellzero.out.reporting import AxisRow, Count, GateRow, Report
+from ellzero.out.tables import families, layers_of, span
 from support import traced
 
 
@@ -263,8 +265,8 @@ def test_json_is_the_fields_and_nothing_else(lenet_report: tuple[l0.Gated, l0.ou
         *("unreached", "turns", "refusal", "speed"),
     ]
     assert (data.pop("format"), data.pop("format_version")) == ("ellzero.report", 1)
-    assert data == json.loads(json.dumps(asdict(report)))
-    assert data["axes"][0].keys() == {"name", "dense", "expected", "kept", "state", "why"}
+    assert data | {"full": False} == json.loads(json.dumps(asdict(report)))
+    assert data["axes"][0].keys() == {"name", "dense", "expected", "kept", "state", "why", "kind"}
     assert data["gates"][0].keys() == {"name", "dense", "expected", "kept", "family"}
     assert data["params"].keys() == {"name", "dense", "expected", "kept"}
 
@@ -363,3 +365,70 @@ def test_bad_input_is_refused() -> None:
         dict(gated.named_gates())["2"].log_alpha[3] = torch.nan  # type: ignore[index]
     with pytest.raises(ValueError, match=r"`2.log_alpha` must be finite, got 1 of 5 .* the first nan at index \(3,\)"):
         l0.report(gated)
+
+
+# ---------------------------------------------------------------- repeated layers
+
+
+def tall(layers: int, kept: list[int], full: bool = False) -> Report:
+    """A report on layers with heads and a norm before them, by hand; those that keep no head are closed."""
+    axes = [AxisRow("embed", 8, 7.5, 8, "gated", None, "stream"), AxisRow("head", 5, 5.0, 5, "frozen", "it is asked")]
+    for k in range(layers):
+        state, why = ("gated", None) if kept[k] else ("closed", "every unit of it; its layers are taken out")
+        axes.append(AxisRow(f"blocks.{k}.qkv", 4, kept[k] + 0.25, kept[k], state, why, "heads"))  # type: ignore[arg-type]
+        axes.append(AxisRow(f"blocks.{k}.up.input", 8, 8.0, 8, "frozen", f"it reads `blocks.{k}.norm`"))
+    gates = tuple(GateRow(a.name, a.dense, a.expected, a.kept, "Gate()") for a in axes if a.state != "frozen")
+    total, unreached = Count("all", 9, 9.0, 9), tuple(f"blocks.{k}.spare" for k in range(layers))
+    return Report("Net", tuple(axes), (), gates, total, None, total, unreached, (), None, None, full)
+
+
+def lines(report: Report) -> list[str]:
+    return [re.sub(" +", " ", line.strip()) for line in str(report).splitlines()]
+
+
+def test_repeated_layers_share_a_line_with_what_each_keeps() -> None:
+    report = tall(6, [3, 0, 4, 1, 0, 2])
+    text = " ".join(lines(report))
+    assert "embed 8 7.5 8 gated stream head 5 5.0 5 frozen: it is asked" in text
+    closed = "closed in 1, 4: every unit of it; its layers are taken out"
+    assert f"blocks.0–5.qkv 24 11.5 10 gated heads: 3 0 4 1 0 2 of 4 in each; {closed}" in text
+    assert "blocks.0–5.up.input 48 48.0 48 frozen: it reads `blocks.*.norm`" in text
+    assert "does not reach blocks.0–5.spare;" in text
+    assert "all 14 axes: `full=True`, or `--full`" in text
+    assert "Gates by placement" not in text
+    assert "| blocks.0–5.qkv | 24 | 11.5 | 10 | gated heads: 3 0 4" in report.markdown()
+    assert max(map(len, str(report).splitlines())) <= 100
+    alike = " ".join(lines(tall(6, [2] * 6)))
+    assert "blocks.0–5.qkv 24 13.5 12 gated heads: 2 of 4 in each" in alike
+    many = " ".join(lines(tall(30, [1, 4, *[2] * 28])))
+    assert "blocks.0–29.qkv 120 68.5 61 gated heads: 1 to 4 of 4 in each" in many
+    assert len(lines(tall(300, [2] * 300))) == len(lines(tall(6, [2] * 6)))
+
+
+@pytest.mark.parametrize(("layers", "full"), [(5, False), (6, True)])
+def test_few_axes_are_listed_one_by_one_and_all_where_asked_for(layers: int, full: bool) -> None:
+    report = tall(layers, [3, 0, 4, 1, 2, 2], full)
+    found = lines(report)
+    assert "embed 8 7.5 8 gated" in found
+    for k, kept in enumerate([3, 0, 4, 1, 2, 2][:layers]):
+        state = "gated" if kept else "closed: every unit of it; its layers are taken out"
+        assert f"blocks.{k}.qkv 4 {kept}.2 {kept} {state}" in found
+        assert f"blocks.{k}.up.input 8 8.0 8 frozen: it reads `blocks.{k}.norm`" in found
+    assert "`full=True`" not in str(report)
+    assert len(json.loads(tall(6, [3] * 6).json())["axes"]) == 14
+
+
+def test_gates_that_are_not_the_units_share_lines_too() -> None:
+    report = tall(6, [3] * 6)
+    text = " ".join(lines(replace(report, gates=tuple(replace(g, kept=1 + k % 3) for k, g in enumerate(report.gates)))))
+    assert "placement gates expected open kept open kept in each layer" in text
+    assert "blocks.0–5.qkv 24 19.5 12 2 3 1 2 3 1 of 4 in each" in text
+
+
+def test_names_of_a_family_are_told_as_one_without_telling_more() -> None:
+    assert span([f"a.{k}.b.{j}" for k in range(3) for j in range(4)]) == "a.0–2.b.0–3"
+    assert span(["a.0.b.0", "a.0.b.1", "a.1.b.0"]) == "a.*.b.*"  # not all of 0–1 by 0–1
+    assert span([f"{k}" for k in (0, 3, 6, 9, 12)]) == "*"
+    assert layers_of(["a.0.b.1", "a.10.b.1"]) == ["0", "10"]
+    assert layers_of(["a.0.b.1", "a.1.b.0"]) == ["0.1", "1.0"]
+    assert families(["conv1", "conv2", "l.0", "l.1", "l.0a"], str) == [["conv1"], ["conv2"], ["l.0", "l.1"], ["l.0a"]]

@@ -20,7 +20,8 @@ from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.tracing import TraceError, as_inputs, trace
 from ellzero.graph.trials.rehearsal import proven
 from ellzero.graph.trials.running import turns
-from ellzero.out.tables import new_table
+from ellzero.out.reporting import MANY
+from ellzero.out.tables import NUMBER, families, new_table, span
 
 DTYPES = {
     "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32,
@@ -32,6 +33,7 @@ def inspect(
     target: Annotated[str, Positional, arg(metavar="MODULE:CALLABLE")],
     input: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="[DTYPE:]SIZES")] = (),
     streams: bool = False,
+    full: bool = False,
     json: bool = False,
 ) -> None:
     """Print the axes of a model: what can shrink, what writes and reads it, and why the rest is frozen.
@@ -45,6 +47,7 @@ def inspect(
             normal numbers, int:2,128 two rows of token numbers (0s and 1s). DTYPE is float, float16, bfloat16, float64,
             int, int32 or bool.
         streams: take residual streams for axes that can shrink, as `l0.shrinkable(streams=True)` does.
+        full: list every axis; without it, those of repeated layers share a line where there are more than twelve.
         json: print JSON: axes with all tensors that they lie on.
     """
     inputs = tuple(example(text) for text in input)
@@ -59,7 +62,7 @@ def inspect(
     if json:
         show_json({"model": target, "axes": views, "unreached": list(graph.unreached)})
     else:
-        show(_table(target, model, graph, views))
+        show(_table(target, model, graph, views, fold=not full and len(views) > MANY))
 
 
 def _view(axis: Axis, streams: bool) -> dict[str, Any]:
@@ -77,14 +80,19 @@ def _view(axis: Axis, streams: bool) -> dict[str, Any]:
     return {**about, "stream": axis.stream, "can_vanish": axis.can_vanish, **places}
 
 
-def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[dict[str, Any]]) -> Group:
+def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[dict[str, Any]], *, fold: bool) -> Group:
     table = new_table("", ("axis", "units", "written by", "along with", "read by", "state"), fold=True)
     table.columns[1].justify = "right"
-    for v in views:
-        writers, readers = _layers(v["writes"]), _layers(v["reads"])
-        others = [name for name in _layers(v["rides"]) if name not in writers]  # a bias goes without saying
-        state = v["state"] if v["why"] is None else f"{v['state']}: {v['why']}"
-        cells = (v["name"], f"{v['units']:,}", *("\n".join(few(names)) for names in (writers, others, readers)))
+    for family in families(views, lambda v: v["name"], _alike) if fold else [[v] for v in views]:
+        v, several = family[0], len(family) > 1
+        writers, others, readers = ([n for v in family for n in _layers(v[k])] for k in ("writes", "rides", "reads"))
+        others = [name for name in others if name not in writers]  # a bias goes without saying
+        names = [
+            [span(some) for some in families(names, str)] if fold else names for names in (writers, others, readers)
+        ]
+        units = f"{len(family)} × " * several + f"{v['units']:,}"
+        cells = (span([v["name"] for v in family]), units, *("\n".join(few(n)) for n in names))
+        state = NUMBER.sub("*", _state(v)) if several else _state(v)
         table.add_row(*map(Text, cells), Text(state, "green" if v["state"] == "can shrink" else ""))
     free = [v["units"] for v in views if v["state"] == "can shrink"]
     lines = [f"{len(free)} of {len(views)} axes can shrink, {sum(free):,} units in all."]
@@ -92,6 +100,15 @@ def _table(target: str, model: nn.Module, graph: Graph, views: Sequence[dict[str
         lines.append(f"The example input does not reach {', '.join(few(graph.unreached))}; they stay as they are.")
     title = f"{target}: {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
     return Group(Text(title, "bold"), table, *map(Text, lines))
+
+
+def _state(view: dict[str, Any]) -> str:
+    return str(view["state"]) if view["why"] is None else f"{view['state']}: {view['why']}"
+
+
+def _alike(view: dict[str, Any]) -> tuple[int, str]:
+    """What axes of repeated layers share: their units, and their state but for the number of the layer."""
+    return view["units"], NUMBER.sub("*", _state(view))
 
 
 def _layers(places: Sequence[dict[str, Any]]) -> list[str]:

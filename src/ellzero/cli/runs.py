@@ -190,6 +190,7 @@ def report(
     figures: Annotated[str | None, option("FOLDER")] = None,
     out: Annotated[str | None, option("FILE")] = None,
     speed: bool = False,
+    full: bool = False,
     index: Index = None,
     port: Annotated[int, arg(metavar="N")] = 0,
 ) -> None:
@@ -215,6 +216,7 @@ def report(
         figures: draw every figure as PNG and SVG into this folder.
         out: file of the page, in place of page.html in RUN, or of report.html for several runs.
         speed: also measure how long the dense and the compact network take, for about two seconds.
+        full: print every axis; without it, those of repeated layers share a line where there are more than twelve.
         index: which run of a stack, from 0.
         port: of `--serve`; 0 is any that is free.
     """
@@ -229,20 +231,26 @@ def report(
         refuse(not alone, "`--serve` takes one run, and goes with `--index`, `--port` and `--open` alone")
         _serve(runs[0], index, port, open)
     elif len(runs) > 1 or _holds_runs(runs[0]):
-        for_one = words is not None or speed or index is not None
-        refuse(for_one, "`--json`, `--markdown`, `--speed` and `--index` are for one run")
+        for_one = words is not None or speed or full or index is not None
+        refuse(for_one, "`--json`, `--markdown`, `--speed`, `--full` and `--index` are for one run")
         _several(runs, out, figures, open)
     else:
-        _one(runs[0], index, words, speed, figures, out, open)
+        _one(runs[0], index, words, (speed, full), figures, out, open)
 
 
 def _one(
-    run: str, index: int | None, words: str | None, speed: bool, figures: str | None, out: str | None, open: bool
+    run: str,
+    index: int | None,
+    words: str | None,
+    asked: tuple[bool, bool],
+    figures: str | None,
+    out: str | None,
+    open: bool,
 ) -> None:
     """Prints the report, as a table where `words` is none of the formats, and makes the page if need be."""
     folder = opening.open_run(run)
     number = opening.choose(folder, index)
-    _print(folder, number, words, speed)
+    _print(folder, number, words, *asked)
     aside = say if words is None else tell  # standard output is for a script then
     if figures is not None:
         aside(*drawn(page.run_figures(folder, Path(figures), number)))
@@ -254,7 +262,7 @@ def _one(
         say(f"No page: {page.PageMissingError()}")
 
 
-def _print(folder: Folder, number: int, words: str | None, speed: bool) -> None:
+def _print(folder: Folder, number: int, words: str | None, speed: bool, full: bool) -> None:
     try:
         network = opening.restored(folder).network(number).cpu()
     except CommandError as error:
@@ -265,7 +273,7 @@ def _print(folder: Folder, number: int, words: str | None, speed: bool) -> None:
             raise
         return
     if isinstance(network, Gated):
-        made = make_report(network, speed=speed)
+        made = make_report(network, speed=speed, full=full)
         show(made) if words is None else say(made.json() if words == "json" else made.markdown().rstrip())
         if speed:
             page.measure_run(folder, network)

@@ -351,6 +351,50 @@ def widths(columns: Sequence[tuple[str, int, int]], path: Path, caption: str) ->
         return save(figure, path, caption)
 
 
+def squares(axes: Axes, rows: Sequence[Sequence[float]], colour: str, start: float = 0.0) -> None:
+    """Draws a square for each entry of each row, from `start` on: empty for 0, full for 1."""
+    spots = [(y, start + x, (colour, entry)) for y, row in enumerate(rows) for x, entry in enumerate(row)]
+    y, left, filled = zip(*spots, strict=True) if spots else ((), (), ())
+    axes.barh(y, 0.86, 0.86, left, color=filled, edgecolor="#C3C9D0", linewidth=0.6)
+
+
+def bars(
+    axes: Axes, rows: Sequence[tuple[int, int]], colour: str, at: float = 0.0, height: float = 0.66, size: float = 6.0
+) -> None:
+    """Draws dense and kept units, a row each, as bars on top of each other with the second number beside them."""
+    y = [k + at for k in range(len(rows))]
+    axes.barh(y, [dense for dense, _ in rows], height, color="#D5DAE0")
+    axes.barh(y, [kept for _, kept in rows], height, color=colour)
+    for place, (dense, kept) in zip(y, rows, strict=True):
+        axes.text(dense, place, f" {kept:,}" if kept else " gone" if dense else "", va="center", fontsize=size)
+
+
+def in_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Makes a panel one of rows, the first on top, each with its name; nothing else is around it."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
+    axes.tick_params(length=0)
+    axes.grid(False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def layers(
+    panels: Sequence[tuple[str, Sequence[tuple[int, int]], Sequence[Sequence[float]]]],
+    names: Sequence[str],
+    path: Path,
+    caption: str,
+) -> list[Path]:
+    """Draws layers in rows, by panels of a title, their dense and kept units, and the entries of `squares` if any."""
+    with grid(1, len(panels), size=(max(COLUMN, 2.6 * len(panels)), 0.8 + 0.2 * len(names))) as (figure, axes):
+        for panel, (title, rows, entries) in zip(axes, panels, strict=True):
+            squares(panel, entries, BLUE) if entries else bars(panel, rows, BLUE)
+            in_rows(panel, names)
+            panel.set_xticks([])
+            panel.set_title(title, loc="left")
+        return save(figure, path, caption)
+
+
 def strips(panels: Sequence[tuple[str, Sequence[float], Any]], path: Path, caption: str) -> list[Path]:
     """Draws P(open) of gates over time, a panel for each placement: name, epochs, and percent by gate and epoch."""
     with _several(len(panels)) as (figure, axes):

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]  # of units, of atoms, of gates
 Role = Literal["reads", "writes", "rides"]
+Kind = Literal["heads", "stream", "units"]
 EPS = re.compile(r"(?<![a-z])eps")  # in the name of what a norm adds under its root, not in "steps"
 Layout = tuple[tuple[int, ...], dict[tuple[int, ...], Numbers]]  # a tensor's shape, and the units along its dimensions
 
@@ -55,6 +56,7 @@ class Axis:
         can_vanish: whether the layers on it can be taken out when all its units are closed.
         closing: where a norm looks at all units together, the sites of what writes them and of what is added to them.
             A unit is closed there, since a weight that reads it comes behind the norm.
+        heads: whether each unit is a head of attention: it has products of activations of its own.
     """
 
     name: str
@@ -64,6 +66,12 @@ class Axis:
     stream: bool = False
     can_vanish: bool = False
     closing: tuple[Site, ...] = ()
+    heads: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """What its units are: heads of attention, entries of a residual stream, or else units of a layer."""
+        return "heads" if self.heads else "stream" if self.stream else "units"
 
     @property
     def multiplied(self) -> tuple[Site, ...]:

@@ -30,6 +30,7 @@ class Ties:
     roles: dict[str, list[Numbers]] = field(default_factory=lambda: defaultdict(list))
     streams: list[Numbers] = field(default_factory=list)
     heads: list[Numbers] = field(default_factory=list)  # each has matrices of its own: what is added there is no stream
+    attending: list[Numbers] = field(default_factory=list)  # those of them that multiply activations alone
     added: list[Numbers] = field(default_factory=list)  # of parameters that are added: they write units, as weights do
     exposed: list[tuple[Numbers, str]] = field(default_factory=list)  # read, and not zero where nothing writes them
     norms: list[Norm] = field(default_factory=list)  # over atoms
@@ -177,7 +178,7 @@ class _Finder:
             roots = root[atoms]
             self.frozen[roots[self.frozen[roots] < 0]] = number
         streams, heads = (ties.mask([root[atoms] for atoms in found]) for found in (ties.streams, ties.heads))
-        self.streams = streams & ~heads
+        self.streams, self.attending = streams & ~heads, ties.mask([root[atoms] for atoms in ties.attending])
         self.keys = [k for k in ties.first if k[0] in ties.reached]
         self.tables = list(ties.tables.items())
         self.two_faced: set[str] = set()
@@ -239,7 +240,8 @@ class _Finder:
         name = self.names.get(first.tensor) or first.tensor
         if all(s.role == "reads" for s in sites):
             name += ".input"
-        return Axis(name, len(roots), tuple(sites), why, bool(self.streams[roots].any()), closing=tuple(closing))
+        stream, heads = bool(self.streams[roots].any()), bool(self.attending[roots].all())
+        return Axis(name, len(roots), tuple(sites), why, stream, closing=tuple(closing), heads=heads)
 
 
 def _numbered_apart(axes: list[Axis]) -> list[Axis]:

@@ -10,7 +10,7 @@ import copy
 import json
 import statistics
 from abc import ABC
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, final
@@ -21,18 +21,21 @@ from torch import Tensor
 
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import NoExpectation
-from ellzero.graph.axes import Axis
+from ellzero.graph.axes import Axis, Kind
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.graph.tracing import batch_size, mode
 from ellzero.objectives.costs import Cost, l0_norm, macs, params
 from ellzero.objectives.latency import device_name, interleaved
 from ellzero.out.compaction import compact, fitted, refuse_unfit
 from ellzero.out.latency.cost import Latency
+from ellzero.out.tables import NUMBER, families, layers_of, new_table, render, span
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 State = Literal["gated", "frozen", "not gated", "closed"]
+MANY = 12  # axes at most that are listed one by one; of more, those of repeated layers share a line
+_LISTED = 24  # layers at most whose numbers stand one after the other
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class AxisRow(AbstractCount):
 
     state: State  #: `"closed"` is gated with every unit closed
     why: str | None  #: a sentence, for every state but `"gated"`
+    kind: Kind = "units"  #: `"heads"` of attention, a residual `"stream"`, or else `"units"` of a layer
 
 
 @final
@@ -99,10 +103,12 @@ class Report:
     turns: tuple[str, ...]  #: what makes the forward take another way than with the example
     refusal: str | None  #: why `compact` would refuse the network as it is
     speed: Speed | None  #: if it was asked for and `compact` did not refuse
+    full: bool = False  #: whether tables list every axis, however many there are
 
     def json(self) -> str:
-        """All fields as a JSON object; keys are the names of the fields."""
-        return json.dumps({"format": "ellzero.report", "format_version": 1, **asdict(self)}, indent=2)
+        """All fields but `full` as a JSON object; keys are the names of the fields, and every axis is listed."""
+        fields = {key: value for key, value in asdict(self).items() if key != "full"}
+        return json.dumps({"format": "ellzero.report", "format_version": 1, **fields}, indent=2)
 
     def markdown(self) -> str:
         """The same tables as markdown."""
@@ -117,8 +123,6 @@ class Report:
         from rich.console import Group  # here, since it takes as long to import as half of the library
         from rich.text import Text
 
-        from ellzero.out.tables import new_table
-
         parts: list[RenderableType] = []
         for title, header, rows in self._tables():
             table = new_table(title, header, fold=True)
@@ -130,36 +134,49 @@ class Report:
         return Group(*parts, *map(Text, self._notes()))
 
     def __str__(self) -> str:
-        from ellzero.out.tables import render
-
         return render(self)
 
     _repr_markdown_ = markdown
 
+    @property
+    def folds(self) -> bool:
+        """Whether axes of repeated layers share a line."""
+        return not self.full and len(self.axes) > MANY
+
     def _tables(self) -> Iterable[tuple[str, list[str], list[list[str]]]]:
         """Title, header and rows of every table."""
-        counts = ["dense", "expected", "kept"]
-        axes = [[*_cells(a), a.state if a.why is None else f"{a.state}: {a.why}"] for a in self.axes]
-        yield f"{self.model}: units by axis", ["axis", *counts, "state"], axes
+        counts, by_layer = ["dense", "expected", "kept"], ["kept in each layer"] * self.folds
+        yield f"{self.model}: units by axis", ["axis", *counts, "state"], axis_lines(self.axes, fold=self.folds)
         if self.inputs:
             outputs = " and outputs" if any(row.name.endswith(", outputs") for row in self.inputs) else ""
-            yield f"Inputs{outputs} picked one by one", ["layer", *counts], [_cells(row) for row in self.inputs]
+            yield f"Inputs{outputs} picked one by one", ["layer", *counts, *by_layer], self._lines(self.inputs)
         units = [(a.name, a.dense, a.kept) for a in self.axes if a.state in ("gated", "closed")]
         if [(g.name, g.dense, g.kept) for g in self.gates] != units:
-            header = ["placement", "gates", "expected open", "kept open"]
-            yield "Gates by placement", header, [_cells(row) for row in self.gates]
+            header = ["placement", "gates", "expected open", "kept open", *by_layer]
+            yield "Gates by placement", header, self._lines(self.gates)
         totals = [row for row in (self.params, self.macs, self.l0_norm) if row is not None]
         yield "Totals", ["", *counts], [_cells(row, fractions=True) for row in totals]
 
+    def _lines(self, rows: Sequence[AbstractCount]) -> list[list[str]]:
+        if not self.folds:
+            return [_cells(row) for row in rows]
+        found = families(rows, lambda row: row.name, lambda row: row.dense)
+        return [[*_cells(_sum(some)), by_layer(some) if len(some) > 1 else ""] for some in found]
+
+    def _names(self, names: Sequence[str]) -> str:
+        return ", ".join(map(span, families(names, str)) if self.folds else names)
+
     def _notes(self) -> list[str]:
         notes = ["Expected: over the gates' noise. Kept: by this network's own gates, their test-time values now."]
+        if self.folds:
+            notes.append(f"Repeated layers share a line; all {len(self.axes)} axes: `full=True`, or `--full`.")
         families: dict[str, list[str]] = {}
         for gate in self.gates:
             families.setdefault(gate.family, []).append(gate.name)
         for family, names in families.items():
-            notes.append(f"Gates: {family}" + (f" on {', '.join(names)}" if len(families) > 1 else "") + ".")
+            notes.append(f"Gates: {family}" + (f" on {self._names(names)}" if len(families) > 1 else "") + ".")
         if self.unreached:
-            notes.append(f"The example input does not reach {', '.join(self.unreached)}; they stay as they are.")
+            notes.append(f"The example input does not reach {self._names(self.unreached)}; they stay as they are.")
         if self.turns:
             notes.append(f"Only the example's way was looked at; with {', '.join(self.turns)} the model takes another.")
         if self.refusal is not None:
@@ -179,13 +196,14 @@ class Report:
         return notes
 
 
-def report(gated: Gated, *, speed: bool | Latency = False) -> Report:
+def report(gated: Gated, *, speed: bool | Latency = False, full: bool = False) -> Report:
     """Counts what is left of a network: by axis, by placement, and in total.
 
     Args:
         gated: the network; it is left as it is.
         speed: also measure how long the dense and the compact network take on the example input; with a `Latency`, on
             its device, batch and type, beside what it predicts.
+        full: list every axis; without it, those of repeated layers share a line where there are more than twelve.
 
     Returns:
         A `Report`. Print it; `.markdown()` and `.json()` are there too.
@@ -221,6 +239,7 @@ def report(gated: Gated, *, speed: bool | Latency = False) -> Report:
             turns=gated.graph.turns,
             refusal=refusal,
             speed=_measured(gated, speed) if speed and refusal is None else None,
+            full=full,
         )
 
 
@@ -241,7 +260,7 @@ def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple
         gates = bool(decided[here].any())
         state, why = _state(axis, gates, bool(alive[here].any()), refusal)
         mean = float(axis.size) if not gates else None if units is None else float(units[here].sum())
-        rows.append(AxisRow(axis.name, axis.size, mean, int(plan.units[here].sum()), state, why))
+        rows.append(AxisRow(axis.name, axis.size, mean, int(plan.units[here].sum()), state, why, axis.kind))
     inputs = []
     for number, (tensor, dim, size) in enumerate(census.inputs):
         kept = len(plan.rows[tensor][dim]) if dim in plan.rows.get(tensor, {}) else size
@@ -301,6 +320,57 @@ def _measured(gated: Gated, speed: bool | Latency) -> Speed:
         dense_s, compact_s, ratio=dense_s / compact_s, runs=len(taken[0]), batch=batch_size(inputs),
         device=device_name(reference.device), threads=torch.get_num_threads(), predicted_s=predicted,
     )  # fmt: skip
+
+
+# ---------------------------------------------------------------- repeated layers
+
+
+def axis_lines(rows: Sequence[AxisRow], *, fold: bool) -> list[list[str]]:
+    """Name, dense, expected and kept units, and state; of axes of repeated layers on one line, if that is wanted."""
+
+    def alike(row: AxisRow) -> Hashable:
+        gated = row.state in ("gated", "closed")
+        return row.dense, row.kind, gated or (row.state, NUMBER.sub("*", row.why or ""))
+
+    out = []
+    for family in families(rows, lambda row: row.name, alike) if fold else [[row] for row in rows]:
+        first, kind = family[0], family[0].kind
+        state = first.state if not fold or kind == "units" or first.state == "frozen" else f"{first.state} {kind}"
+        if len(family) == 1:
+            state += "" if first.why is None else f": {first.why}"
+        elif first.state in ("gated", "closed"):
+            state = "gated" + f" {kind}" * (kind != "units") + f": {by_layer(family)}"
+            for why, number in zip(*_closed(family), strict=True):
+                state += f"; closed in {number}: {why}"
+        else:
+            state += f": {NUMBER.sub('*', first.why or '')}"
+        out.append([*_cells(_sum(family)), state])
+    return out
+
+
+def _closed(family: Sequence[AxisRow]) -> tuple[list[str], list[str]]:
+    """Why layers are closed, and for each reason their numbers."""
+    found: dict[str, list[str]] = {}
+    for row, layer in zip(family, layers_of([row.name for row in family]), strict=True):
+        if row.state == "closed":
+            found.setdefault(row.why or "", []).append(layer)
+    return list(found), [", ".join(numbers) for numbers in found.values()]
+
+
+def by_layer(family: Sequence[AbstractCount]) -> str:
+    """What each layer keeps: numbers one after the other, or of many layers the least and the most."""
+    kept = [row.kept for row in family]
+    told = f"{min(kept):,} to {max(kept):,}" if len(kept) > _LISTED else " ".join(f"{n:,}" for n in kept)
+    return f"{kept[0] if len(set(kept)) == 1 else told} of {family[0].dense:,} in each"
+
+
+def _sum(family: Sequence[AbstractCount]) -> AbstractCount:
+    """The row itself, or what all of a family are together."""
+    if len(family) == 1:
+        return family[0]
+    known = [row.expected for row in family if row.expected is not None]
+    dense, kept = sum(row.dense for row in family), sum(row.kept for row in family)
+    return Count(span([row.name for row in family]), dense, sum(known) if len(known) == len(family) else None, kept)
 
 
 def _cells(row: AbstractCount, fractions: bool = False) -> list[str]:

@@ -34,7 +34,9 @@ from ellzero.graph.tracing import mode
 from ellzero.objectives import costs
 from ellzero.objectives.latency import device_name, interleaved
 from ellzero.out.compaction import CompactionError, compact
-from ellzero.out.reporting import AxisRow, Report, report
+from ellzero.out.reporting import MANY, AxisRow, Report, report
+from ellzero.out.tables import families, span
+from ellzero.page.layers import Layers, repeated
 
 LATENCY, FORMAT = "latency.json", "ellzero.latency"
 COSTS = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
@@ -63,6 +65,13 @@ class Event(NamedTuple):
     skipped: bool  # nothing was taken out
     widths: dict[str, tuple[int, int]]  # units of each placement before and after
     macs: tuple[float, float]  # before and after, of dense; where it was skipped, the second is what was offered
+
+    @property
+    def told(self) -> dict[str, tuple[int, int]]:
+        """The widths; of many placements, those of repeated layers together."""
+        found = families(self.widths, str) if len(self.widths) > MANY else [[name] for name in self.widths]
+        sums = ([sum(counts) for counts in zip(*(self.widths[name] for name in some), strict=True)] for some in found)
+        return {span(some): (before, after) for some, (before, after) in zip(found, sums, strict=True)}
 
 
 class Run(NamedTuple):
@@ -282,6 +291,7 @@ class Look(NamedTuple):
     report: Report | None = None  # None without gates
     columns: Sequence[AxisRow] = ()  # axes from input to output, and inputs picked one by one
     table: Sequence[AxisRow] = ()  # the same in the order of the columns, but picked inputs beside their axis
+    layers: Layers = Layers()  # those that repeat, if there are such
     spreads: Sequence[Spread] = ()  # of each placement
     gate_map: Picture | None = None  # P(open) of input gates, where these are of an image's pixels
     filters: Picture | None = None  # of the first layer, those that are left
@@ -318,7 +328,8 @@ def look(
     columns, table = _columns(gated, made)
     spreads = [spread(name, gate) for name, gate in gated.named_gates()]
     dropout = None if recipe is None else _with_dropout(gated, recipe)
-    return seen._replace(report=made, columns=columns, table=table, spreads=spreads, dropout=dropout)
+    seen = seen._replace(report=made, columns=columns, table=table, layers=repeated(gated, columns))
+    return seen._replace(spreads=spreads, dropout=dropout)
 
 
 def _columns(gated: Gated, made: Report) -> tuple[list[AxisRow], list[AxisRow]]:

@@ -13,8 +13,9 @@ from typing import Any
 from ellzero.experiments import figures
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train.building import targets
-from ellzero.page import drawing
-from ellzero.page.charts import number, percent, render, seconds, share, size
+from ellzero.out.reporting import MANY, axis_lines
+from ellzero.page import drawing, layers
+from ellzero.page.charts import Chart, number, percent, render, seconds, share, size
 from ellzero.page.facts import COSTS, Look, Run, gather
 
 
@@ -47,10 +48,19 @@ def _values(run: Run) -> dict[str, Any]:
         "headlines": list(_headlines(run)),
         "training": drawing.training_charts(run),
         "flops": drawing.flops(run),
-        "picture": drawing.axes_chart(run.look) if run.look.columns else None,
+        "network": _network(run.look),
+        "axes": axis_lines(run.look.table, fold=len(run.look.table) > MANY),
+        "all_axes": axis_lines(run.look.table, fold=False),
         "gates": drawing.gate_charts(run),
         "images": drawing.pictures(run),
     }
+
+
+def _network(look: Look) -> list[Chart]:
+    """Layer by layer where layers repeat, else axis by axis."""
+    if look.layers.stacks:
+        return layers.charts(look.layers, look.epoch)
+    return [drawing.axes_chart(look)] if look.columns else []
 
 
 def _objective(run: Run) -> str:
@@ -107,7 +117,9 @@ def run_figures(folder: Folder, directory: Path, index: int = 0) -> list[Path]:
     """
     run = gather(folder, index)
     look, files = run.look, _draw_training(run, directory)
-    if look.columns:
+    if look.layers.stacks:
+        files += _draw_layers(look, directory)
+    elif look.columns:
         columns, caption = [(c.name, c.dense, c.kept) for c in look.columns], drawing.axes_chart(look).caption
         files += figures.widths(columns, directory / "network", caption)
     if run.strips:
@@ -129,6 +141,22 @@ def run_figures(folder: Folder, directory: Path, index: int = 0) -> list[Path]:
         label = "P(open) (%)" if chart.name == "input-gates" else "weight"
         limits = chart.traces[0]["zmin"], chart.traces[0]["zmax"]
         files += figures.picture(pixels, directory / chart.name, chart.caption, label=label, limits=limits)
+    return files
+
+
+def _draw_layers(look: Look, directory: Path) -> list[Path]:
+    files, titled = [], layers.charts(look.layers, look.epoch)
+    for chart, (stack, parts) in zip(titled, layers.cut(look.layers), strict=False):
+        panels = [(f"{part.kind}: {part.name}", *part.by_layer(stack.layers)) for part in parts]
+        names = [f"{stack.name}.{layer}".lstrip(".") for layer in stack.layers]
+        caption = (
+            "A row for each layer, from input to output. Squares: heads of attention, full if kept. Bars: units of a "
+            f"layer, grey dense and blue kept; the number is what is kept. After epoch {look.epoch:g}."
+        )
+        files += figures.layers(panels, names, directory / chart.name, caption)
+    if outside := look.layers.outside:
+        rows, names = [(row.dense, row.kept) for row in outside], [row.name for row in outside]
+        files += figures.layers([(titled[-1].title, rows, [])], names, directory / "outside", titled[-1].caption)
     return files
 
 

@@ -48,7 +48,9 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
             for atoms in v.carried.values():
                 ties.use(atoms, "rides")
     out = replace(values.elementwise(ties, [rows, columns], call.shape), why=Value.why)
-    ties.heads.extend(atoms for dims, atoms in out.carried.items() if dims[0] < len(call.shape) - 2)
+    alone = [atoms for dims, atoms in out.carried.items() if dims[0] < len(call.shape) - 2]
+    ties.heads.extend(alone)
+    ties.attending.extend(alone if a.source is b.source is None else [])
     # Heads before places: MACs are counted along two axes.
     along = sorted(out.carried.items(), key=itemgetter(0))
     for _, atoms in along[2:]:
