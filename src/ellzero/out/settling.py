@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ellzero import gates
 from ellzero.gated.module import Gated
 from ellzero.objectives.costs import Cost
 from ellzero.out.finalization import Uniform, bring_within, revive
+from ellzero.out.latency.correcting import chosen_by_the_clock
 
 Bounds = Mapping[Cost, float | Mapping[str, float]]
 
@@ -36,7 +38,7 @@ def settle(gated: Gated, bounds: Bounds, *, uniform: Uniform = None) -> None:
         uniform: as in `finalize`.
     """
     if bounds:
-        bring_within(gated, bounds, fill=True, uniform=uniform)
+        chosen_by_the_clock(gated, bounds, partial(bring_within, gated, bounds, fill=True, uniform=uniform))
     else:
         revive(gated)
     members = dict(gated.model.named_parameters())

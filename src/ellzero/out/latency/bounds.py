@@ -11,6 +11,7 @@ from typing import Any
 from ellzero.gated.module import Gated
 from ellzero.objectives.checking import check_fractions
 from ellzero.objectives.costs import Cost
+from ellzero.out.latency.correcting import agreed
 from ellzero.out.latency.cost import Latency
 from ellzero.out.latency.table import Table
 
@@ -33,8 +34,11 @@ def said(at_most: Mapping[Cost, Bound], named: Mapping[Any, Bound | None]) -> di
 
 
 def measured(gated: Gated, bounds: Mapping[Any, Bound]) -> dict[Cost, Bound]:
-    """The bounds, with a time that was measured now in the place of the class."""
-    return {Latency.measure(gated) if cost is Latency else cost: bound for cost, bound in bounds.items()}
+    """The bounds, with a time that was measured now in the place of the class; all processes take the first one's."""
+    found = {Latency.measure(gated) if cost is Latency else cost: bound for cost, bound in bounds.items()}
+    if times := tables(found):
+        take_tables(found, agreed(times))
+    return found
 
 
 def tables(bounds: Mapping[Cost, Bound]) -> list[str]:

@@ -27,7 +27,7 @@ from ellzero.objectives.costs import kept_terms, matching
 from ellzero.out.compaction import refuse_unfit
 from ellzero.out.files import write_text, writing
 from ellzero.out.latency.curves import Curves, chords
-from ellzero.out.latency.measuring import measured, resized
+from ellzero.out.latency.measuring import measured, resized, timed
 from ellzero.out.latency.table import Table, Where, network_hash
 
 
@@ -39,14 +39,20 @@ class Latency:
     of the network that `compact` would give. Both are of the device, batch, type and threads that it was measured with
     (`where`), whatever the network computes on now.
 
+    Args:
+        table: what was measured.
+        clock: gives the time in seconds where a network is timed again, when the gates of a `Budget` settle; without
+            one the table is trusted.
+
     Attributes:
         table: what was measured, as plain data.
     """
 
     __name__ = "latency"
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, clock: Callable[[], float] | None = None) -> None:
         self._loaded = False  # from a file, so that it may be of another machine
+        self._clock = clock
         self.take(table)
 
     @classmethod
@@ -95,13 +101,13 @@ class Latency:
         where = Where.of(gated, home, batch, dtype)
         path = None if store is None else Path(store) / f"{network_hash(gated)}-{where.key()}.json"
         if path is not None and path.exists():
-            return cls(_read(path))
+            return cls(_read(path), clock)
         table = measured(gated, home, batch, reference.dtype if dtype is None else dtype, clock)
         if path is not None:
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, table.json())
-        return cls(table)
+        return cls(table, clock)
 
     @classmethod
     def load(cls, path: Path | str) -> Latency:
@@ -110,7 +116,7 @@ class Latency:
         Raises:
             ValueError: the file has something else in it.
         """
-        loaded = cls(_read(Path(path)))
+        loaded = cls(_read(Path(path)), time.perf_counter)
         loaded._loaded = True
         return loaded
 
@@ -148,6 +154,18 @@ class Latency:
         names = [r.name for r in self.table.regions]
         chosen = [k for k, c in enumerate(matching(names, only, "a layer whose time depends on gates")) if c]
         return seconds * factor * times[torch.tensor(chosen, device=times.device)].sum()
+
+    def timed(self, gated: Gated) -> float | None:
+        """The share of the dense network's time that a network takes as its gates are open now, measured; `None` where
+        that cannot be measured: the table is plain data, or of another device or setting.
+        """
+        where = self.table.where
+        if self._clock is None or where.kind not in ("cpu", _accelerator()):
+            return None
+        device, dtype = _indexed(torch.device(where.kind)), getattr(torch, where.dtype)
+        if where.differences(Where.here(device, where.batch, dtype)):
+            return None
+        return timed(gated, device, where.batch, dtype, self._clock)
 
     def setting(self, gated: Gated) -> tuple[Inputs, torch.device, torch.dtype]:
         """What it was measured with: the example input in its batch, the device and the type.

@@ -160,6 +160,11 @@ class Survey:
         self.samples += out
         return out
 
+    def now(self) -> float:
+        """The share of the dense network's time that the network takes as its gates are open now."""
+        (share,) = self.meter.whole([self._small(self.gated.plan(refuse=False))])
+        return share
+
     # ---- what depends on what --------------------------------------------------------------------------------------
 
     def _moved(self) -> list[set[int]]:
@@ -333,3 +338,9 @@ def measured(gated: Gated, device: torch.device, batch: int | None, dtype: torch
     refuse_unfit(gated)
     with telling(), torch.random.fork_rng(_forked(device)):
         return Survey(gated, device, batch, dtype, clock).table()
+
+
+def timed(gated: Gated, device: torch.device, batch: int, dtype: torch.dtype, clock: Clock) -> float:
+    """Measures a network as its gates are open now, as a share of the dense one's time."""
+    with torch.random.fork_rng(_forked(device)):
+        return Survey(gated, device, batch, dtype, clock).now()
