@@ -132,6 +132,8 @@ def test_layers_of_other_widths_and_names_of_two_numbers(gated: l0.Gated) -> Non
     assert [row.name for row in found.outside] == ["stream", "stem"]
     charts = layers.charts(found, 1)
     assert [chart.name for chart in charts] == ["network", "outside"]
+    (counts,) = traces(charts[0], "scatter")
+    assert (counts["x"], counts["text"]) == ([8] * 6 + [16] * 6, ["4"] * 12)  # each beside its own bar
     assert [a["text"] for a in charts[1].layout["annotations"]] == [
         "stream, stream: <b>64</b> of 64",
         "stem: <b>9</b> of 16",
