@@ -80,8 +80,9 @@ def parts(seed: Record) -> dict[str, list[int]]:
     """What is left of heads and feed-forward layers, layer by layer, and of the stream; nothing where no gates were."""
     found: dict[str, list[int]] = {"heads": [], "feed-forward": [], "stream": []}
     for name, units in seed.get("architecture", {}).items() if "costs" in seed else ():
-        kind = "heads" if name.endswith(".qkv") else "feed-forward" if name.endswith(".up") else "stream"
-        found[kind].append(units)
+        kind = {"qkv": "heads", "up": "feed-forward", name: "stream"}.get(name.rpartition(".")[2])
+        if kind is not None:
+            found[kind].append(units)
     return found
 
 

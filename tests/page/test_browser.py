@@ -151,6 +151,19 @@ def test_the_switch_goes_through_the_colours(method: Tab) -> None:
     assert method.problems == []
 
 
+def test_what_is_folded_away_is_drawn_when_it_is_opened(method: Tab) -> None:
+    figure = """<details id="folded"><summary>more</summary><div id="late" data-chart="late" style="height:200px"></div>
+    <script type="application/json" id="data-late">{"data": [{"y": [1, 2]}], "layout": {}}</script></details>"""
+    method.evaluate(f"document.body.insertAdjacentHTML('beforeend', `{figure}`)")
+    drawn = "document.querySelectorAll('#late .main-svg').length"
+    method.evaluate("ellzero.draw(document.getElementById('folded').parentNode).then(() => null)")
+    assert method.evaluate(drawn) == 0
+    method.evaluate("document.getElementById('folded').open = true")
+    assert method.wait(drawn) > 0
+    method.evaluate("delete ellzero.charts.late; document.getElementById('folded').remove()")
+    assert method.problems == []
+
+
 # ---------------------------------------------------------------- one run
 
 

@@ -322,7 +322,7 @@ def flops(
         for name, x, y in lines:
             style = ":" if name.startswith("dropout") else "--" if name == "expected" else "-"
             axes.plot(x, np.array(y, float), style, color=colours.get(name, GREY), label=name)
-        axes.set(xlabel=unit, ylabel="FLOPs for one image")
+        axes.set(xlabel=unit, ylabel="FLOPs for one example")
         axes.set_ylim(bottom=0)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
         legend(figure, axes)

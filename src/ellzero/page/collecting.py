@@ -16,6 +16,8 @@ from ellzero.experiments.campaign import CampaignError, diverged
 from ellzero.experiments.recipe import Recipe, in_words
 from ellzero.experiments.store import records
 from ellzero.experiments.store.folder import Folder, FolderError
+from ellzero.out.reporting import MANY
+from ellzero.out.tables import families, span
 
 Cost = Literal["params", "macs", "l0_norm"]
 COSTS: dict[Cost, str] = {"params": "parameters", "macs": "MACs", "l0_norm": "density"}
@@ -49,6 +51,14 @@ class Finished(NamedTuple):
     def emptied(self) -> bool:
         """Whether a layer has nothing left and no residual path carries on: there is no compact network then."""
         return 0 in self.architecture.values() and not networks.find(self.recipe.network).residual
+
+    @property
+    def units(self) -> str:
+        """What is left in each place, as the papers print it; of many, those of repeated layers together."""
+        if len(self.architecture) <= MANY:
+            return "-".join(map(str, self.architecture.values())) or "dense"
+        found = families(self.architecture, str)
+        return ", ".join(f"{span(some)} {'-'.join(str(self.architecture[name]) for name in some)}" for some in found)
 
 
 class Note(NamedTuple):

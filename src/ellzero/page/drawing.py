@@ -24,7 +24,7 @@ _KINDS = (("kept", "@blue", KEPT), ("expected", "@vermilion", EXPECTED))
 _COUNTED = {
     "l0_norm": "Weights that are not zero, among those that gates count (l0_norm)",
     "params": "Parameters of the network that the gates leave",
-    "macs": "Multiply-accumulates for one image of the network that the gates leave",
+    "macs": "Multiply-accumulates for one example of the network that the gates leave",
 }
 _BAR: dict[str, Any] = {"thickness": 10, "outlinewidth": 0, "tickfont": {"color": "@muted", "size": 11}}
 _BELOW = {**_BAR, "orientation": "h", "y": 0, "yanchor": "top", "ypad": 8, "thickness": 8}  # a picture needs the width
@@ -96,14 +96,15 @@ def training_charts(run: Run) -> list[Chart]:
     own, unit, span = f"test {run.recipe.error}", " %", "tozero"
     what, label = "Share of the test images that the network gets wrong, in percent", f"{own} (%)"
     if not run.recipe.in_percent:
-        what, label, unit, span = f"`{run.recipe.metric or run.recipe.loss}` of the test set", own, "", "normal"
+        named = run.recipe.metric or run.recipe.loss
+        what, label, unit, span = f"{'Loss' if named == 'loss' else f'`{named}`'} of the test set", own, "", "normal"
     errors = (
         own.capitalize(),
         f"{what}, {how}.",
         f"{own.capitalize()}{' in percent' * bool(unit)}, {how}: {_ends(error, unit)}.",
     )
     task, nats = (
-        ("Cross-entropy in nats for one image", "nats") if run.recipe.loss is None else (run.recipe.loss, "own")
+        ("Cross-entropy in nats for one example", "nats") if run.recipe.loss is None else (run.recipe.loss, "own")
     )
     losses = (
         "Training loss",
@@ -213,15 +214,15 @@ def flops(run: Run) -> Chart | None:
     return Chart(
         "flops",
         "FLOPs over training",
-        "Floating-point operations of a forward pass for one image; a multiplication and an addition are one each, so "
+        "Floating-point operations of a forward pass for one example; a multiplication and an addition are two, so "
         f"FLOPs are twice the MACs. Solid: kept. Dashed: expected. Level line: the dense network.{also} "
         "(Louizos et al., Figures 3 and 4.)",
-        f"FLOPs for one image: {', '.join(said)}.",
+        f"FLOPs for one example: {', '.join(said)}.",
         traces,
         height=360,
         wide=True,
         xaxis=axis(unit, range=[0, end * 1.02], tickformat="~s" if steps else ""),
-        yaxis=axis("FLOPs for one image", rangemode="tozero", tickformat="~s"),
+        yaxis=axis("FLOPs for one example", rangemode="tozero", tickformat="~s"),
         **marks(run, steps or 1),
     )
 

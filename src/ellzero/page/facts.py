@@ -127,7 +127,7 @@ class Run(NamedTuple):
 
     @property
     def dense_macs(self) -> float | None:
-        """MACs of the dense network for one image, as far as known."""
+        """MACs of the dense network for one example, as far as known."""
         if self.look.report is not None and self.look.report.macs is not None:
             return float(self.look.report.macs.dense)
         with suppress(KeyError, TypeError):
@@ -211,7 +211,7 @@ def _spaced(count: int, most: int) -> list[int]:
 
 
 def measure(dense: nn.Module, small: nn.Module, example: Tensor, budget: float = 1.5) -> list[dict[str, float]]:
-    """Medians of the seconds that the dense and the compact network take, in turns, for one image and for 256.
+    """Medians of the seconds that the dense and the compact network take, in turns, for one example and for 256.
 
     Both are in evaluation mode, on the device of the example. A batch that would take longer than `budget` is left out.
     """

@@ -209,12 +209,12 @@ def _grid(part: Part, places: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     marker = {"symbol": "x-thin", "size": 7, "line": {"color": "@muted", "width": 1.5}}
     spots = {"x": [x for x, _ in crosses], "y": [y for _, y in crosses]}
     yield {"type": "scatter", "mode": "markers", **spots, "marker": marker, "hoverinfo": "skip"}
-    yield _counts(part, places, part.dense - 0.4)
+    yield _counts(part, places, -0.4)
 
 
 def _bars(part: Part, places: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     yield from _pair(list(part.rows.values()), [places[layer] for layer in part.rows], 0.66)
-    yield _counts(part, places, part.dense)
+    yield _counts(part, places)
 
 
 def _pair(rows: Sequence[AxisRow], y: Sequence[float], width: float) -> Iterator[dict[str, Any]]:
@@ -229,18 +229,18 @@ def _pair(rows: Sequence[AxisRow], y: Sequence[float], width: float) -> Iterator
     yield {**bar, "x": [r.kept for r in rows], "name": "kept", "marker": {"color": "@blue"}}
 
 
-def _counts(part: Part, places: Mapping[str, int], x: float) -> dict[str, Any]:
+def _counts(part: Part, places: Mapping[str, int], beyond: float = 0.0) -> dict[str, Any]:
     """What each layer keeps, in words beside it."""
     text = [f"{row.kept:,}" if row.kept else "gone" for row in part.rows.values()]
-    place = {"x": [x] * len(text), "y": [places[layer] for layer in part.rows], "textposition": "middle right"}
+    spots = {"x": [row.dense + beyond for row in part.rows.values()], "y": [places[layer] for layer in part.rows]}
     words = {"type": "scatter", "mode": "text", "text": text, "textfont": {"size": 11, "color": "@ink"}}
-    return {**words, **place, "hoverinfo": "skip", "cliponaxis": False}
+    return {**words, **spots, "textposition": "middle right", "hoverinfo": "skip", "cliponaxis": False}
 
 
 def _outside(rows: Sequence[AxisRow]) -> Chart:
     """A bar for each, its name above it."""
     label = {"x": 0, "xanchor": "left", "yanchor": "bottom", "showarrow": False, "font": {"size": 12}}
-    names = [f"{escaped(r.name)}{', stream' * (r.kind == 'stream')}: <b>{r.kept:,}</b> of {r.dense:,}" for r in rows]
+    names = [f"{escaped(r.name)}{f', {r.kind}' * (r.kind != 'units')}: <b>{r.kept:,}</b> of {r.dense:,}" for r in rows]
     stream = all(r.kind == "stream" for r in rows)
     once = "What every layer reads and adds to. " if stream else "What can shrink and is there once. "
     return Chart(

@@ -12,9 +12,11 @@ from torch import nn
 import ellzero as l0
 from ellzero.experiments import figures
 from ellzero.experiments.networks.gpt import GPT
+from ellzero.experiments.papers import get
 from ellzero.out.reporting import AxisRow
 from ellzero.page import facts, layers, run
 from ellzero.page.charts import Chart
+from ellzero.page.collecting import Finished
 from support import traced
 
 KEPT = {"qkv": [[0, 2], [3], [0, 1, 2, 3]], "up": [list(range(5)), [], list(range(2, 32))]}  # by layer
@@ -130,6 +132,8 @@ def test_layers_of_other_widths_and_names_of_two_numbers(gated: l0.Gated) -> Non
     assert [row.name for row in found.outside] == ["stream", "stem"]
     charts = layers.charts(found, 1)
     assert [chart.name for chart in charts] == ["network", "outside"]
+    (counts,) = traces(charts[0], "scatter")
+    assert (counts["x"], counts["text"]) == ([8] * 6 + [16] * 6, ["4"] * 12)  # each beside its own bar
     assert [a["text"] for a in charts[1].layout["annotations"]] == [
         "stream, stream: <b>64</b> of 64",
         "stem: <b>9</b> of 16",
@@ -174,3 +178,13 @@ def test_figures_for_a_paper_have_the_same_squares_and_bars(
     assert [p.get_width() for p in units.patches] == [32, 32, 32, 5, 0, 30]
     assert [t.get_text().strip() for t in units.texts] == ["5", "gone", "30"]
     assert re.search("full if kept.*blue kept", caption)
+
+
+def test_a_table_of_runs_tells_widths_by_family() -> None:
+    def run_of(architecture: dict[str, int]) -> Finished:
+        return Finished(get("demo"), "demo", Path("x"), {}, {}, {}, {}, architecture)
+
+    many = {f"blocks.{k}.{part}": k + 1 for k in range(7) for part in ("qkv", "up")} | {"embed": 40}
+    assert run_of(many).units == "blocks.0–6.qkv 1-2-3-4-5-6-7, blocks.0–6.up 1-2-3-4-5-6-7, embed 40"
+    assert run_of({"conv1": 20, "conv2": 25}).units == "20-25"
+    assert run_of({}).units == "dense"
