@@ -299,7 +299,8 @@ def test_processes_keep_masks_and_stay_together(world: int, server: processes.Se
     """One process too, as `torchrun` starts it where there is one GPU: DDP holds on to the parameters there as well."""
     for job in [server.start("budgeted", rank=rank, folder=str(tmp_path), world=world) for rank in range(world)]:
         assert job.wait() == 0, job.said
-    (told, one), (_, other) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, world - 1))
+    (told, one, *seconds), (_, other, theirs) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, world - 1))
+    assert seconds == [theirs] == [1.0]  # times are those of the first process
     assert "masks until the end: a process group holds on to the parameters" in told
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
