@@ -38,6 +38,8 @@ TABLES = {
     "arena-split-8": "arena-split",
     "frontier": "frontier",
     "frontier-split": "frontier-split",
+    "gpt-shakespeare": "gpt-shakespeare",
+    "vit-cifar10": "vit-cifar10",
 }
 # Runs of results/benchmarks/budget_ablation_lenet300.json that are shown: name there, and what it is.
 ABLATION = {
@@ -66,6 +68,8 @@ FIGURES = {
     "wrn-cifar10": "wrn-cifar10/figures/wrn-cifar10",
     "wrn-cifar100": "wrn-cifar100/figures/wrn-cifar100",
     "arena": "arena/figures/arena",
+    "gpt-shakespeare": "gpt-shakespeare/figures/gpt-shakespeare",
+    "vit-cifar10": "vit-cifar10/figures/vit-cifar10",
 }
 
 
