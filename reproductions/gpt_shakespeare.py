@@ -130,7 +130,8 @@ def whole(recipe: Recipe) -> tuple[int, int, int]:
     """Heads and feed-forward units of a layer of the dense network, and the width of its stream."""
     with torch.device("meta"):
         block: Any = recipe.facts.make(10).get_submodule("blocks.0")
-    return block.out.in_features // block.entries, block.up.out_features, block.out.out_features
+    entries = next(vars(m)["entries"] for m in block.modules() if "entries" in vars(m))  # of a head
+    return block.out.in_features // entries, block.up.out_features, block.out.out_features
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:

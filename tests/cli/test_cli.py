@@ -91,6 +91,9 @@ class Family:
 def make():
     return Family.small()
 
+def deep():
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(13)))
+
 def number():
     return 3
 
@@ -152,6 +155,17 @@ def test_inspect_prints_the_axes_of_lenet(run: Run) -> None:
     assert "3 of 5 axes can shrink, 570 units in all." in out
     assert "does not reach spare.weight, spare.bias" in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.slow
+def test_inspect_tells_repeated_layers_on_one_line_unless_it_is_asked_for_all(run: Run) -> None:
+    _, out, _ = run("inspect", "nets:deep", "--input", "1,4")
+    table = [[cell.strip() for cell in row] for row in rows(out)]
+    assert ["0–11", "12 × 4", "0–11", "1–12", "can shrink"] in table
+    assert "12 of 14 axes can shrink, 48 units in all." in out
+    _, out, _ = run("inspect", "nets:deep", "--input", "1,4", "--full")
+    table = [[cell.strip() for cell in row] for row in rows(out)]
+    assert all([f"{k}", "4", f"{k}", f"{k + 1}", "can shrink"] in table for k in range(12))
 
 
 @pytest.mark.slow

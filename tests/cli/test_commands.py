@@ -42,6 +42,7 @@ from ellzero.experiments.train.stepping.step import Step
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import Bar
 from ellzero.gated.module import Gated
+from ellzero.out import reporting
 from ellzero.out.files import FileError
 
 # A constraint that is met within four epochs of eight steps.
@@ -805,12 +806,15 @@ def test_a_file_without_onnxruntime_is_written_and_said_to_be_unchecked(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_data")
-def test_report_is_that_of_the_library(run: Run, home: Path, network: Gated) -> None:
+def test_report_is_that_of_the_library(run: Run, home: Path, network: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ellzero.report(network)
     assert run("report", str(home)) == (0, f"{expected}\nPage: {home / 'page.html'}\n", "")
     assert run("report", str(home), "--markdown") == (0, expected.markdown(), "")
     code, out, _ = run("report", str(home), "--json")
     assert (code, json.loads(out)) == (0, json.loads(expected.json()))
+    monkeypatch.setattr(reporting, "MANY", 1)
+    assert f"all {len(expected.axes)} axes: `full=True`, or `--full`" in run("report", str(home), "--markdown")[1]
+    assert run("report", str(home), "--markdown", "--full")[1] == ellzero.report(network, full=True).markdown()
 
 
 @pytest.mark.slow

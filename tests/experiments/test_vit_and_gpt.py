@@ -68,7 +68,7 @@ def attended(block: Block, x: Tensor, heads: int) -> Tensor:
     for h in range(heads):
         own = slice(h * each, (h + 1) * each)
         for t in range(length):
-            sees = t + 1 if block.causal else length
+            sees = t + 1 if block.attend.causal else length
             scores = torch.einsum("nd,nsd->ns", q[:, t, own], k[:, :sees, own]) / math.sqrt(each)
             seen[:, t, own] = torch.einsum("ns,nsd->nd", scores.softmax(-1), v[:, :sees, own])
     x = x + block.out(seen)

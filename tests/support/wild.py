@@ -69,6 +69,28 @@ class Parts(nn.Module):
         return torch.where(broad(k, x) > 0, x, y) if self.how == "hidden" else y
 
 
+class Twofold(nn.Sequential):
+    """Gives two things, as attention does that gives its weights too."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+class Scaled(nn.Module):
+    """A factor for each unit."""
+
+    def __init__(self, width: int, space: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width, *[1] * (2 if space else 0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+def pairwise_of(width: int, hidden: int) -> list[tuple[int, int]]:
+    return [(width, hidden), (hidden, width)]
+
+
 class Drawer:
     """Draws one network from a seed: `width` and `space` are those of the value so far."""
 
@@ -78,6 +100,7 @@ class Drawer:
         self.space = self.random.choice([0, 0, 3])
         self.width = self.input = self.random.randint(2, 4)
         self.casts = self.draws = False
+        self.blocks = random.Random(f"blocks {seed}").random() < 0.4  # other networks are drawn as before
 
     def layer(self, width: int, into: int | None = None, **kwargs: Any) -> str:
         """A new layer that writes `width` units; returns its name."""
@@ -287,6 +310,45 @@ class Drawer:
 
         self.add("norm", op)
 
+    def branched(self, choose: random.Random) -> None:
+        """One or two branches beside the value, each with a way of its own to end."""
+        kinds = ["plain", "norm", "scale", "number", "act", "drop", "tuple", "times", "offset"]
+        names: list[tuple[str, str, str]] = []
+        for _ in range(choose.choice([1, 1, 2])):
+            hidden, kind, name = choose.choice([2, 3, 5]), choose.choice(kinds), f"b{len(self.net.layers)}"
+            made = [nn.Conv2d(a, b, 1) if self.space else nn.Linear(a, b) for a, b in pairwise_of(self.width, hidden)]
+            body: list[nn.Module] = [made[0], choose.choice([nn.ReLU(), nn.SiLU(), nn.Sigmoid()]), made[1]]
+            if kind == "norm":
+                body.append((nn.BatchNorm2d if self.space else nn.BatchNorm1d)(self.width))
+            body += {"act": [nn.ReLU()], "drop": [nn.Dropout(0.1)]}.get(kind, [])
+            whole = choose.random() < 0.5
+            self.net.layers[name] = Twofold(*body) if kind == "tuple" else nn.Sequential(*body)
+            names.append((name, kind, "whole" if whole else "apart"))
+            if kind in ("scale", "times"):
+                self.net.layers[f"{name}s"] = Scaled(self.width, self.space)
+        joins, outer, again = choose.random() < 0.5, choose.random() < 0.2, choose.random() < 0.1
+
+        def branch(m: Any, name: str, kind: str, how: str, x: Tensor) -> Tensor:
+            layer, y = m.layers[name], x
+            if kind == "tuple":
+                return layer(x)[0]  # type: ignore[no-any-return]
+            for part in [layer] if how == "whole" else list(layer):
+                y = part(y)
+            if kind == "scale":
+                y = m.layers[f"{name}s"](y)
+            if kind == "times":
+                y = y * m.layers[f"{name}s"](x).sigmoid()
+            return 0.5 * y if kind == "number" else y + 0.1 if kind == "offset" else y
+
+        def op(m: Any, x: Tensor, k: Tensor) -> Tensor:
+            made = [branch(m, *about, x) for about in names]
+            if again:  # once more: the same layers serve two sums
+                made.append(branch(m, *names[0], x.sin()))
+            out = x + sum(made[1:], made[0]) if joins else sum(made, x)
+            return x + out if outer else out
+
+        self.add(f"branch {' and '.join(kind for _, kind, _ in names)}", op)
+
     def by_groups(self, choose: random.Random) -> None:
         """Statistics of groups of units."""
         groups, name = choose.choice([g for g in range(1, 7) if self.width % g == 0]), f"g{len(self.net.layers)}"
@@ -332,9 +394,17 @@ class Drawer:
         choose = random.Random(f"norms after {self.seed}")
         for _ in range(choose.choice([0, 0, 0, 1, 2])):
             self.normed(choose)
+        choose = random.Random(f"branches after {self.seed}")
+        for _ in range(choose.choice([0, 1, 1, 2]) if self.blocks else 0):
+            self.branched(choose)
         name, picks = self.layer(3), self.random.random() < 0.1
         self.add("head", lambda m, x, k: m.layers[name](x).argmax(1) if picks else m.layers[name](x), 3)
         return self.net
+
+
+def joined(*wheres: Callable[..., Any]) -> Any:
+    """The placements of several, each once."""
+    return lambda graph: list({p.name: p for where in wheres for p in where(graph)}.values())
 
 
 def judged(seed: int) -> tuple[Outcome, str]:
@@ -354,6 +424,8 @@ def judged(seed: int) -> tuple[Outcome, str]:
     where = {"streams": l0.shrinkable(streams=True), "per_layer": l0.per_layer()}.get(kind, l0.shrinkable())
     if kind != "per_layer" and random.Random(f"parts {seed}").random() < 0.25:
         kind, where = f"{kind} in parts", l0.shrinkable(streams=kind == "streams", parts=True)
+    if kind != "per_layer" and drawer.blocks:
+        kind, where = f"{kind} and blocks", joined(where, l0.shrinkable(blocks=True))
     about = f"seed {seed}, {kind}, {dtype}: {' > '.join(name for name, _ in model.ops)}"
     example = inputs(2, ones=True)
     try:
@@ -378,6 +450,8 @@ def _judged(
     for name, gate in gated.named_gates():
         n, every = gate.shape.numel(), numbers.random() < (0.4 if name in vanish else 0.03)
         closed[name] = numbers.permutation(n)[: n if every else numbers.integers(0, n)].tolist()
+    blocks = np.random.default_rng([seed, 1])
+    closed |= {p.name: [0] for p in gated.placements if p.block is not None and blocks.random() < 0.5}
     set_gates(gated, closed, seed)
     small = l0.compact(gated)
     made = []

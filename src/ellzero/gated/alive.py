@@ -54,6 +54,8 @@ class Liveness:
         rest: for each of them, by entry, the further gates on it; entries padded with the index of 0.
         entries: for each weight that gets a `Select` or a `Scatter`, and its dimension, the gates on each of its inputs
             or outputs.
+        blocks: for each block of the graph the gate that opens it, or the number of gates. What lies in a block is
+            alive if it is alive by all of the above, and the block is open.
     """
 
     size: int
@@ -63,10 +65,11 @@ class Liveness:
     several: Numbers
     rest: Numbers
     entries: dict[tuple[str, int], Numbers]
+    blocks: Numbers
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arrays as tensors, for `extend`, `units` and `inputs`."""
-        arrays = {"common": self.common, "several": self.several, "rest": self.rest}
+        arrays = {"common": self.common, "several": self.several, "rest": self.rest, "blocks": self.blocks}
         arrays |= {f"entries {name} {dim}": index for (name, dim), index in self.entries.items()}
         moved = {k: torch.as_tensor(a, device=device) for k, a in arrays.items()}
         return moved | {"ends": torch.tensor([1.0, 0.0], device=device, dtype=dtype)}
@@ -91,6 +94,14 @@ class Liveness:
     def inputs(self, extended: Tensor, tables: dict[str, Tensor]) -> list[Tensor]:
         """P(open) of every input of each weight that gets a `Select`, or output of one that gets a `Scatter`."""
         return [product(extended[tables[f"entries {name} {dim}"]], 1) for name, dim in self.entries]
+
+    def open_blocks(self, p: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        """P(open) of every block of the graph, given that of every gate."""
+        return torch.cat([p, p.new_ones(1)])[tables["blocks"]]
+
+    def closed_blocks(self, opens: Tensor, tables: dict[str, Tensor]) -> list[int]:
+        """The numbers of the blocks that are closed, given which gates are open."""
+        return np.flatnonzero(self.open_blocks(opens, tables).cpu().numpy() == 0).tolist()
 
     def weakest(self, evidence: Tensor) -> npt.NDArray[np.float64]:
         """For each unit the least evidence of the gates that all its readers share, which chooses among closed ones."""
@@ -145,7 +156,20 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
             entries[tensor, dims[0]] = _lines(gates_of, one)
     common = _lines(shared, one)
     rest = _padded(list(several.values()), one, zero)
-    return Liveness(size, one, tuple(columns), common, np.array(list(several), dtype=np.int64), rest, entries)
+    several_units = np.array(list(several), dtype=np.int64)
+    return Liveness(size, one, tuple(columns), common, several_units, rest, entries, _opening(graph, placements, size))
+
+
+def _opening(graph: Graph, placements: Sequence[Placement], none: int) -> Numbers:
+    """For each block the gate that opens it, or `none`."""
+    out = np.full(len(graph.blocks), none)
+    starts = accumulate((prod(p.shape) for p in placements), initial=0)
+    for placement, start in zip(placements, starts, strict=False):
+        if placement.block is not None:
+            if placement.shape != (1,) or out[placement.block] != none:
+                raise ValueError(f"`where` must put one gate on a block, and `{placement.name}` is not the only one")
+            out[placement.block] = start
+    return out
 
 
 def _acting(
@@ -158,7 +182,7 @@ def _acting(
     acting: dict[tuple[str, tuple[int, ...]], list[Numbers]] = defaultdict(list)
     starts = accumulate((prod(p.shape) for p in placements), initial=0)
     for placement, start in zip(placements, starts, strict=False):
-        for site in placement.multiplies:
+        for site in placement.multiplies if placement.block is None else ():
             shape, dims = graph.shapes[site.tensor], graph.reading.get(site.tensor)
             places = graph.closing.get(site.tensor, {})
             if dims == site.dims or site.dims in places or (site.tensor, site.dims) in graph.written:

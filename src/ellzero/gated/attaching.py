@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -22,9 +23,9 @@ from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement, Where, per_layer, shrinkable
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
-from ellzero.graph.axes import Axis, Graph
+from ellzero.graph.axes import Axis, Block, Graph
 from ellzero.graph.tracing import Inputs, as_inputs, shapes, telling, trace
-from ellzero.graph.trials.rehearsal import proven
+from ellzero.graph.trials.rehearsal import blocks_of, proven
 from ellzero.graph.trials.running import turns
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
@@ -82,7 +83,9 @@ def attach(
         raise ValueError(f'`apply` must be "weights", or "activations" without `per_example`, got {apply!r}')
     inputs = as_inputs(example_inputs)
     graph = _graph(model, inputs, axes, limit) if graph is None else _fitting(graph, model, axes)
+    graph = graph if graph.look else replace(graph, look=partial(_blocks, model, graph, inputs))
     placements = list(_called(where)(graph))
+    graph = graph.with_blocks(graph.blocks) if "blocks" in vars(graph) else replace(graph, look=None)  # was it asked?
     _refuse_empty(placements, graph)
     if graph.turns:
         what = "the model takes another way than with the example, which is the only one that was looked at"
@@ -101,13 +104,24 @@ def _refuse_empty(placements: Sequence[Placement], graph: Graph) -> None:
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    # Running the model here must not change what a seeded run draws later.
-    with _ONE_AT_A_TIME, telling(), _new_garbage_alone(), torch.random.fork_rng(devices=devices):
+    with _undisturbed(model):
         graph = (
             trace(model, inputs[1] or inputs[0], limit=limit, watch=turns) if axes is None else _by_hand(model, axes)
         )
         return proven(model, graph, inputs)
+
+
+def _blocks(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ...]:
+    with _undisturbed(model):
+        return blocks_of(model, graph, inputs)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Running the model in the block must not change what a seeded run draws later."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with _ONE_AT_A_TIME, telling(), _new_garbage_alone(), torch.random.fork_rng(devices=devices):
+        yield
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 A weight counts Σ_o a_o · Σ_i a_i over the two dimensions that carry units, E[n_out]·E[n_in] in expectation. Where the
 same units lie on both (residual streams) an open input u means that its unit m is alive, so Σ_(m,u) (a_u − a_m a_u) is
 added, with u = m for the unit itself. The *population* is every unit that a gate can close, and every input of a weight
-that gets a `Select`. This file does not know gates, only whether (or how probably) something is alive.
+that gets a `Select`. What lies in a block counts if the block is open: the whole term is multiplied by that. This file
+does not know gates, only whether (or how probably) something is alive.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ellzero.gated.alive import Liveness
+from ellzero.gated.alive import Liveness, product
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import Plan
 
@@ -41,6 +43,8 @@ class Census:
         sort: the sort of each pair.
         units: unit number of the members that are units; the inputs of `inputs` follow.
         inputs: the weights whose inputs or outputs are members: name, dimension, number.
+        sets: sets of blocks, one by row, filled up with the number of blocks; the first is empty.
+        inside: for each term, in which set of blocks it lies.
     """
 
     names: tuple[str, ...]
@@ -56,11 +60,18 @@ class Census:
     sort: Numbers
     units: Numbers
     inputs: tuple[tuple[str, int, int], ...]
+    sets: Numbers
+    inside: Numbers
 
     def kept(self, plan: Plan) -> Vector:
         """What each term costs in the network that `plan` leaves: exact."""
         x = self.kept_widths(plan)
-        return self.scale * x[self.left] * x[self.right]
+        return self.scale * x[self.left] * x[self.right] * self.kept_blocks(plan)
+
+    def kept_blocks(self, plan: Plan) -> Vector:
+        """For each term, whether all blocks that it lies in are left."""
+        left: Numbers = np.where(np.isin(self.sets, list(plan.blocks)).any(1), 0, 1)
+        return left[self.inside].astype(np.float64)
 
     def kept_widths(self, plan: Plan) -> Vector:
         """X in the network that `plan` leaves: how many members each row counts."""
@@ -83,7 +94,9 @@ class Census:
         return {k: torch.as_tensor(a, device=device, dtype=types[k]) for k, a in arrays.items()}
 
     def expected(self, units: Tensor, inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
-        """What each term costs in expectation, given P(alive) of every unit and P(open) of the `inputs`."""
+        """What each term costs in expectation where all blocks are open, given P(alive) of every unit and P(open) of
+        the `inputs`.
+        """
         alive = self.population(units, inputs, tables)
         x = self.expected_widths(alive, tables)
         terms = tables["scale"] * x[tables["left"]] * x[tables["right"]]
@@ -92,6 +105,11 @@ class Census:
             sums = more.new_zeros(tables["twice"].shape[1]).index_add(0, tables["sort"], more)
             terms = terms + tables["twice"] @ sums
         return terms
+
+    def expected_blocks(self, blocks: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        """For each term P(all blocks that it lies in are open)."""
+        padded = torch.cat([blocks, blocks.new_ones(1)])
+        return product(padded[tables["sets"]], 1)[tables["inside"]]
 
     def population(self, units: Tensor, inputs: list[Tensor], tables: dict[str, Tensor]) -> Tensor:
         """P(alive) of every member: the units that a gate can close, then the `inputs`."""
@@ -120,6 +138,14 @@ class _Builder:
         self.vectors: list[Numbers] = []
         self.row(np.array([-1]))  # row 0, the constant 1
         self.terms: list[tuple[str, float, int, int]] = []
+        self.gated = [(b, graph.blocks[b]) for b in np.flatnonzero(live.blocks < live.size).tolist()]
+        self.sets: dict[tuple[int, ...], int] = {(): 0}
+        self.inside: list[int] = []  # of each term the number of the set of blocks that it lies in
+
+    def term(self, name: str, scale: float, left: int, right: int, blocks: Iterable[int]) -> None:
+        """Adds a term that lies in these blocks."""
+        self.terms.append((name, scale, left, right))
+        self.inside.append(self.sets.setdefault(tuple(blocks), len(self.sets)))
 
     def row(self, members: Numbers) -> int:
         """The number of the row that counts these members of the population (-1: always there)."""
@@ -133,13 +159,14 @@ class _Builder:
     def tensor(self, tensor: str, name: str, factor: float) -> None:
         """The terms that count the entries of one parameter, each entry costing `factor`."""
         shape, sites = self.graph.shapes[tensor], self.graph.units.get(tensor, {})
+        blocks = [number for number, block in self.gated if tensor in block.tensors]
         joint = next((dims for dims in sites if len(dims) > 1), None)
         if joint is not None:
             table, lines = sites[joint], sites.get((0,), np.full(shape[0], -1))
             groups, which = np.unique(table, axis=0, return_inverse=True)
             for k, inside in enumerate(groups):
                 rows = [self.row(self.member[units]) for units in (lines[which.reshape(-1) == k], inside)]
-                self.terms.append((name, factor * prod(shape[2:]), rows[0], rows[1]))
+                self.term(name, factor * prod(shape[2:]), rows[0], rows[1], blocks)
             return
         dims = [(d, units) for (d,), units in sites.items()]
         rows = []
@@ -153,7 +180,8 @@ class _Builder:
                 factor *= len(units)
         factor *= prod(size for d, size in enumerate(shape) if d not in dict(dims))
         assert len(rows) <= 2, f"`{tensor}` has more than two dimensions that shrink"
-        self.terms.append((name, factor, *([*rows, 0, 0][:2])))  # type: ignore[arg-type]
+        left, right = [*rows, 0, 0][:2]
+        self.term(name, factor, left, right, blocks)
 
     def pairs(self) -> Numbers:
         """Members (m, u) such that u is alive only if m is: a unit and itself, a unit and an input that reads it."""
@@ -193,7 +221,15 @@ class _Builder:
             (np.cumsum(meets) - 1)[sort[here]],
             self.units,
             tuple((t, d, self.graph.shapes[t][d]) for t, d in self.inputs),
+            self._sets(),
+            np.array(self.inside, dtype=np.int64),
         )
+
+    def _sets(self) -> Numbers:
+        out = np.full((len(self.sets), max(1, *map(len, self.sets))), len(self.graph.blocks))
+        for row, blocks in enumerate(self.sets):
+            out[row, : len(blocks)] = blocks
+        return out
 
 
 def _distinct(matrix: Numbers) -> tuple[Numbers, Numbers]:
@@ -216,13 +252,15 @@ def count_params(graph: Graph, live: Liveness) -> Census:
 def count_units(graph: Graph, live: Liveness) -> Census:
     """One term per axis and per weight with a `Select`: the units and inputs that gates decide about."""
     builder = _Builder(graph, live)
-    for axis, start in zip(graph.axes, graph.offsets, strict=False):
+    for k, (axis, start) in enumerate(zip(graph.axes, graph.offsets, strict=False)):
         members = builder.member[start : start + axis.size]
         if (members >= 0).any():
-            builder.terms.append((axis.name, 1.0, builder.row(members), 0))
+            blocks = [number for number, block in builder.gated if k in block.axes]
+            builder.term(axis.name, 1.0, builder.row(members), 0, blocks)
     for (tensor, dim), start in builder.inputs.items():
         rows = builder.row(start + np.arange(graph.shapes[tensor][dim]))
-        builder.terms.append((tensor.rpartition(".")[0] or tensor, 1.0, rows, 0))
+        blocks = [number for number, block in builder.gated if tensor in block.tensors]
+        builder.term(tensor.rpartition(".")[0] or tensor, 1.0, rows, 0, blocks)
     return builder.build()
 
 
@@ -236,5 +274,6 @@ def count_macs(graph: Graph, live: Liveness) -> Census | None:
             builder.tensor(p.tensor, p.name, p.factor)
         else:
             rows = [builder.row(builder.member[a]) if a is not None else 0 for a in (p.left, p.right)]
-            builder.terms.append((p.name, p.factor, rows[0], rows[1]))
+            blocks = [number for number, block in builder.gated if block.holds(p.name)]
+            builder.term(p.name, p.factor, rows[0], rows[1], blocks)
     return builder.build()

@@ -125,7 +125,7 @@ class Gated(Asking):
     # ---- what the gates say ----------------------------------------------------------------------------------------
 
     def alive(self) -> tuple[Tensor, list[Tensor]]:
-        """P(alive) of every unit of the graph, and P(open) of the inputs of every weight that gets a `Select`."""
+        """P(alive) of every unit of an open block, and P(open) of the inputs of every weight that gets a `Select`."""
         extended = self.liveness.extend(self.prob_open(), self.tables)
         return self.liveness.units(extended, self.tables), self.liveness.inputs(extended, self.tables)
 
@@ -136,15 +136,15 @@ class Gated(Asking):
             refuse: whether a whole axis that is closed raises `ClosedAxisError`; else one unit of it stays.
         """
         with torch.no_grad():
-            extended = self.liveness.extend(self.opens().to(self.tables["ends"]), self.tables)
+            extended = self.liveness.extend(opens := self.opens().to(self.tables["ends"]), self.tables)
             units = self.liveness.units(extended, self.tables).cpu().numpy() > 0.5
-            inputs = [x.cpu().numpy() > 0.5 for x in self.liveness.inputs(extended, self.tables)]
-            weakest = self.liveness.weakest(self.evidence())
-        entries = dict(zip(self.liveness.entries, inputs, strict=True))
+            inputs = (x.cpu().numpy() > 0.5 for x in self.liveness.inputs(extended, self.tables))
+            entries = dict(zip(self.liveness.entries, inputs, strict=True))
+            gone, weakest = self.liveness.closed_blocks(opens, self.tables), self.liveness.weakest(self.evidence())
         if self.taken is not None:  # what was taken out cannot come back
             weakest = np.where(self.taken.units, weakest, -np.inf)
             units = units if self._assumed is not None else units & self.taken.units
-        return make_plan(self.graph, units, entries=entries, evidence=weakest, refuse=refuse)
+        return make_plan(self.graph, units, entries=entries, evidence=weakest, refuse=refuse, blocks=gone)
 
     # ---- smaller for good ------------------------------------------------------------------------------------------
 

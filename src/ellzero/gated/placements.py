@@ -25,18 +25,20 @@ class Placement:
         shape: `(n,)` for structured gates, the weight's own shape for unstructured ones.
         multiplies: sites on contracting dimensions; their `units` are gate numbers (in the flattened `shape`).
         counts: the sites whose entries `l0_norm` and `l2_norm` count under these gates.
+        block: number of the block that the one gate opens or closes, if it is such a gate.
     """
 
     name: str
     shape: tuple[int, ...]
     multiplies: tuple[Site, ...]
     counts: tuple[Site, ...]
+    block: int | None = None
 
 
 Where = Callable[[Graph], Sequence[Placement]]
 
 
-def shrinkable(*, streams: bool = False, parts: bool = False) -> Where:
+def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = False) -> Where:
     """One gate per unit of every axis that can shrink, multiplied into all weights that read it.
 
     There is a placement per axis. `l0_norm` counts the weights that read the axis: those that a closed gate sets to
@@ -48,6 +50,9 @@ def shrinkable(*, streams: bool = False, parts: bool = False) -> Where:
         parts: whether linear layers at an axis that cannot shrink, such as the stream of a network with norms behind
             its sums, read and write parts of it: a gate for each input, and each output that a norm reads. What is left
             of a layer picks its inputs (`Select`) and places its outputs (`Scatter`); the axis stays as wide as it is.
+        blocks: whether branches are gated as a whole too, those that can go: attention, feed-forward, the block of a
+            ResNet. One gate multiplies what a branch ends with, and counts all parameters that only the branch has.
+            Closed, these are gone, and so is their place in the module tree.
 
     Example:
         >>> where = shrinkable(streams=True)
@@ -56,9 +61,19 @@ def shrinkable(*, streams: bool = False, parts: bool = False) -> Where:
     def where(graph: Graph) -> list[Placement]:
         chosen = [a for a in graph.axes if a.frozen is None and (streams or not a.stream)]
         whole = [Placement(a.name, (a.size,), a.multiplied, a.multiplied) for a in chosen]
-        return whole + (_parts(graph) if parts else [])
+        return whole + (_parts(graph) if parts else []) + (_blocks(graph) if blocks else [])
 
     return where
+
+
+def _blocks(graph: Graph) -> list[Placement]:
+    """One gate for each branch that can go as a whole."""
+    found = []
+    for number, block in enumerate(graph.blocks):
+        held = [t for t in graph.parameters if t in block.tensors and graph.shapes[t]]
+        counts = [Site(t, (0,), np.zeros(graph.shapes[t][0], dtype=np.int64), "writes") for t in held]
+        found.append(Placement(block.name, (1,), block.sites, tuple(counts), number))
+    return found
 
 
 def _parts(graph: Graph) -> list[Placement]:

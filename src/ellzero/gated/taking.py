@@ -31,7 +31,7 @@ def refuse_taking(model: nn.Module, plan: Plan, taken: Plan | None) -> None:
             raise ValueError(f"`{name}` is a grouped convolution, which cannot shrink in steps unless it is depthwise")
         if any(index is None or len(index) < 2 for index in rows):  # sizes would not say any more what it was
             raise ValueError(f"`{name}` is depthwise, which cannot be seen any more where one channel is left")
-    if plan.selects or plan.scatters or plan.closed:
+    if plan.selects or plan.scatters or plan.closed or plan.blocks:
         raise ValueError("`plan` must take out units and leave layers and single inputs, got one that does not")
     if taken is not None and (plan.units & ~taken.units).any():
         raise ValueError("`plan` must not bring back a unit that was taken out before, got one that does")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, Literal
 
@@ -116,6 +116,8 @@ class Step:
         numbers: what it is told beside tensors, but for sizes and places: these show in what it makes.
         made: where units lie in what it makes.
         module: whose forward runs it.
+        tensor: the parameter or buffer that it is, if it is one.
+        contracts: whether it multiplies and adds up, as a weight does.
     """
 
     inputs: tuple[int, ...]
@@ -126,6 +128,32 @@ class Step:
     numbers: tuple[Any, ...] = ()
     made: tuple[Layout, ...] = ()
     module: str = ""
+    tensor: str = ""
+    contracts: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A branch that is added to a stream, and that can go as a whole.
+
+    Args:
+        name: the module that it lies in, or that it ends with where several blocks lie in one.
+        sites: the parameters that it ends with. With zeros there, the branch adds zeros: here a gate multiplies.
+        layers: the modules that go with it, and of how many things each gives a tuple: 0 for a tensor, -1 for a linear
+            layer or a convolution, whose outputs follow from its weight.
+        tensors: the parameters and buffers of these modules.
+        axes: numbers of the axes that lie in it alone.
+    """
+
+    name: str
+    sites: tuple[Site, ...]
+    layers: dict[str, int]
+    tensors: frozenset[str]
+    axes: tuple[int, ...]
+
+    def holds(self, module: str) -> bool:
+        """Whether a module goes with it."""
+        return any(module == path or module.startswith(f"{path}.") for path in self.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +209,7 @@ class Graph:
         turns: what makes the forward take another way than the traced one, in words.
         stored: sizes that modules keep as numbers.
         norms: over all units of an axis.
+        look: finds the branches that can go as a whole, for who asks. It takes a while, and not everyone does.
     """
 
     axes: tuple[Axis, ...]
@@ -196,6 +225,16 @@ class Graph:
     turns: tuple[str, ...] = ()
     stored: tuple[Stored, ...] = ()
     norms: tuple[Norm, ...] = ()
+    look: Callable[[], tuple[Block, ...]] | None = None
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The branches that can go as a whole."""
+        return () if self.look is None else self.look()
+
+    def with_blocks(self, blocks: tuple[Block, ...]) -> Graph:
+        """The same graph, with these branches."""
+        return replace(self, look=partial(tuple, blocks))
 
     @property
     def offsets(self) -> list[int]:
@@ -248,6 +287,11 @@ class Graph:
             for units in self.units[tensor].values():
                 np.add.at(out, units[units >= 0], prod(self.shapes[tensor]) / units.size)
         return out
+
+    def inside(self, block: int) -> npt.NDArray[np.bool_]:
+        """For every unit, whether it lies in a block alone."""
+        sizes = [a.size for a in self.axes]
+        return np.repeat(np.isin(np.arange(len(sizes)), self.blocks[block].axes), sizes)
 
     def with_axes(self, axes: Iterable[Axis]) -> Graph:
         """The same graph with other words about its axes, whose sites are the same: what was worked out stays."""

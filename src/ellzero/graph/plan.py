@@ -7,7 +7,7 @@ has layers for it. This file does not know what a gate is: it is told which unit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.resizing import resize
-from ellzero.graph.standins import put_closed, put_scatter, put_select
+from ellzero.graph.standins import put_closed, put_nothing, put_scatter, put_select
 
 Mask = npt.NDArray[np.bool_]
 
@@ -75,6 +75,9 @@ class Plan:
         closed: layers (module names) that read or write nothing any more.
         sizes: by module and attribute, the size that is stored there, as it was and as it becomes.
         norms: over how many units, and what else is known of each norm whose weight and eps must follow.
+        blocks: numbers of the blocks that are gone.
+        gone: the modules that go with them, with the number that `put_nothing` takes. Of those that it cuts, `rows`
+            says what is left of their outputs.
     """
 
     units: Mask
@@ -85,6 +88,8 @@ class Plan:
     closed: frozenset[str] = frozenset()
     sizes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     norms: tuple[Shrunk, ...] = ()
+    blocks: frozenset[int] = frozenset()
+    gone: dict[str, int] = field(default_factory=dict)
 
     def slice(self, name: str, tensor: Tensor) -> Tensor:
         """What stays of `tensor`, which has the shape of the parameter or buffer `name`: itself, its gradient, its
@@ -117,11 +122,12 @@ class Plan:
 
         Args:
             done: a plan of the same network that keeps all that this one does, without `columns`, `selects`,
-                `scatters` and `closed`.
+                `scatters`, `closed` and `blocks`.
         """
         if done is None:
             return self
-        if done.columns or done.selects or done.scatters or done.closed or (self.units & ~done.units).any():
+        more = done.columns or done.selects or done.scatters or done.closed or done.blocks
+        if more or (self.units & ~done.units).any():
             raise ValueError("`done` must keep every unit that this plan keeps, and every layer as it is")
         rows: dict[str, dict[int, Numbers]] = {}
         for name, dims in self.rows.items():
@@ -146,6 +152,8 @@ class Plan:
             put_scatter(modules[name.rpartition(".")[0]], torch.as_tensor(index), outputs)
         for path in self.closed:
             put_closed(model, path)
+        for path, number in self.gone.items():
+            put_nothing(model, path, number)
 
     def renamed(self, whole: nn.Module, small: nn.Module) -> dict[float, float]:
         """Of each eps in `small`, on which the plan was carried out, what it is in `whole`."""
@@ -215,6 +223,7 @@ def make_plan(
     entries: Mapping[tuple[str, int], Mask] | None = None,
     evidence: npt.NDArray[np.float64] | None = None,
     refuse: bool = True,
+    blocks: Collection[int] = (),
 ) -> Plan:
     """The plan that removes every unit that is not alive, as far as the network lets it.
 
@@ -223,11 +232,13 @@ def make_plan(
     most evidence for an axis that is closed as a whole where its layers cannot be taken out. Units of frozen axes
     always stay. `entries` says which of its inputs a weight that gets a `Select` goes on reading, and which of its
     outputs one that gets a `Scatter` goes on writing. A closed axis that nothing carries on without is a
-    `ClosedAxisError`, or keeps one unit without `refuse`.
+    `ClosedAxisError`, or keeps one unit without `refuse`. Of `blocks`, that are gone, nothing stays; what is left of
+    their forward in modules that stay goes on with one unit of each of their axes.
     """
     entries = entries or {}
     evidence = np.zeros(len(alive)) if evidence is None else evidence
-    kept = np.array(alive, dtype=bool)
+    inside = np.any([graph.inside(b) for b in blocks], 0) if blocks else np.zeros(len(alive), dtype=bool)
+    kept = alive & ~inside
     spans = list(zip(graph.axes, graph.offsets, strict=False))
     for axis, start in spans:
         if axis.frozen is not None:
@@ -243,7 +254,7 @@ def make_plan(
             "`finalize` never takes the last units of an axis"
         )
     for axis, start in empty:
-        if not (axis.can_vanish and carries_on):
+        if inside[start] or not (axis.can_vanish and carries_on):
             kept[start + int(np.argmax(evidence[start : start + axis.size]))] = True
     for norm in graph.norms:
         if not (kept[norm.units] | (norm.units < 0)).any():  # a norm over nothing is none
@@ -252,7 +263,36 @@ def make_plan(
         order = np.argsort(np.lexsort((-evidence, graph.weight, np.isneginf(evidence)))).astype(np.float64)
     for balances in graph.balanced:
         even_out(kept, balances, order)
-    return _carry_through(graph, kept, entries)
+    plan = _carry_through(graph, kept, entries)
+    return _without(plan, graph, frozenset(blocks), inside) if blocks else plan
+
+
+def _without(plan: Plan, graph: Graph, blocks: frozenset[int], inside: Mask) -> Plan:
+    """The plan that leaves nothing of these blocks: what it would do in their modules does not matter any more."""
+
+    def goes(module: str) -> bool:
+        return any(graph.blocks[b].holds(module) for b in blocks)
+
+    rows, gone = dict(plan.rows), {}
+    for tensor in (t for t in plan.scatters if goes(t.rpartition(".")[0])):
+        rows[tensor] = {dim: index for dim, index in rows[tensor].items() if dim}
+    for b in sorted(blocks):
+        for path, parts in graph.blocks[b].layers.items():
+            if not goes(path.rpartition(".")[0]):
+                weight = f"{path}.weight"
+                outputs = len(rows.get(weight, {}).get(0, range(graph.shapes.get(weight, (0,))[0])))
+                gone[path] = outputs if parts < 0 else parts
+    return replace(
+        plan,
+        units=plan.units & ~inside,
+        rows=rows,
+        selects={t: index for t, index in plan.selects.items() if not goes(t.rpartition(".")[0])},
+        scatters={t: index for t, index in plan.scatters.items() if not goes(t.rpartition(".")[0])},
+        closed=frozenset(path for path in plan.closed if not goes(path)),
+        norms=tuple(n for n in plan.norms if not goes(n.module)),
+        blocks=blocks,
+        gone=gone,
+    )
 
 
 def _dead_readers(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], Mask]) -> list[str]:

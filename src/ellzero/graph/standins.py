@@ -1,5 +1,6 @@
 """What stands in for a part that was taken out: `Select` picks inputs, `Scatter` places outputs, `Closed` is a layer of
-which nothing is left, `FewerHeads` is an `nn.MultiheadAttention` whose heads are not its width any more.
+which nothing is left, `Nothing` a module of a block that is gone, `FewerHeads` is an `nn.MultiheadAttention` whose
+heads are not its width any more.
 `RootMeanSquare` is an `nn.LayerNorm` that subtracts no mean.
 """
 
@@ -82,17 +83,21 @@ def put_scatter(layer: nn.Module, index: Tensor, outputs: int) -> None:
     layer.register_forward_hook(scatter_last)
 
 
+CONTRACTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
 @final
 class Closed(nn.Module):
     """A linear or convolutional layer that reads nothing any more: its output is its bias, whatever comes in.
 
     With no outputs left either it gives an empty tensor of the right shape, so that the user's forward goes on running.
+    One that is `silent`, in a block that is gone, has no bias.
     """
 
-    def __init__(self, layer: nn.Module, outputs: int) -> None:
+    def __init__(self, layer: nn.Module, outputs: int, silent: bool = False) -> None:
         super().__init__()
-        self.outputs = outputs
-        bias = getattr(layer, "bias", None)
+        self.outputs, self.silent = outputs, silent
+        bias = None if silent else getattr(layer, "bias", None)
         self.bias = bias if bias is not None and bias.numel() == outputs and outputs else None
         self.window: list[tuple[int, int, int]] | None = None
         if not isinstance(layer, nn.Linear):
@@ -119,11 +124,69 @@ def put_closed(model: nn.Module, path: str, outputs: int | None = None) -> None:
     """
     layer = model.get_submodule(path)
     weight: Any = getattr(layer, "weight", None)
-    contracts = isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    new: nn.Module = Closed(layer, weight.shape[0] if outputs is None else outputs) if contracts else nn.Identity()
-    new.train(layer.training)
+    new: nn.Module = nn.Identity()
+    if isinstance(layer, CONTRACTING):
+        new = Closed(layer, weight.shape[0] if outputs is None else outputs)
+    _replace(model, path, new)
+
+
+def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
     parent, _, key = path.rpartition(".")
+    new.train(model.get_submodule(path).training)
     setattr(model.get_submodule(parent), key, new)
+
+
+@final
+class Nothing(nn.Module):
+    """A module of a block that is gone: zeros in the shape of its first input, and `None` for all else that it gave.
+
+    Args:
+        outputs: of how many things it gave a tuple; 0 for a tensor.
+        batch_first: as of the attention that it stands for: layers of torch ask it.
+        layer_idx: the number under which the attention that it stands for keeps keys and values in a cache, if it does.
+    """
+
+    # Layers of torch ask these too. With such answers they take no shortcut around the modules that they call.
+    eps = None
+    in_proj_bias = None
+    silent = True
+
+    def __init__(self, outputs: int = 0, batch_first: bool = True, layer_idx: int | None = None) -> None:
+        super().__init__()
+        self.outputs, self.batch_first, self.layer_idx = outputs, batch_first, layer_idx
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        zeros = torch.zeros_like(first_tensor(args, kwargs))
+        if self.layer_idx is not None:
+            self._count(zeros, (*args, *kwargs.values()), kwargs)
+        return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
+
+    def _count(self, zeros: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Puts one number for each position into a cache of Hugging Face: of its first layer it asks how many it has
+        seen.
+        """
+        cache = next((c for c in given if callable(getattr(c, "get_seq_length", None))), None)
+        reads_another = any(kwargs.get(key) is not None for key in ("encoder_hidden_states", "key_value_states"))
+        if cache is not None and not reads_another:
+            seen = zeros.new_zeros(zeros.shape[0], 1, zeros.shape[1], 1)
+            getattr(cache, "self_attention_cache", cache).update(seen, seen, self.layer_idx)
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The first tensor that a module is called with; `StopIteration` where there is none."""
+    return next(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor))
+
+
+def put_nothing(model: nn.Module, path: str, number: int) -> None:
+    """Replaces a module of a block that is gone: by a `Closed` with so many outputs if it is a linear layer or a
+    convolution, else by a `Nothing` with so many.
+    """
+    layer = model.get_submodule(path)
+    if isinstance(layer, CONTRACTING):
+        _replace(model, path, Closed(layer, number, silent=True))
+    else:
+        kept = getattr(layer, "batch_first", True), getattr(layer, "layer_idx", None)
+        _replace(model, path, Nothing(number, *kept))
 
 
 @final

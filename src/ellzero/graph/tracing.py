@@ -334,7 +334,7 @@ class _Walk:
         if not isinstance(value, Tensor):
             return value
         if node.name in members:
-            name = self.names[members[node.name]]
+            node.meta["ellzero tensor"] = name = self.names[members[node.name]]
             if node.users:
                 self.ties.reached.add(name)
             carried: dict[Dims, Numbers] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
@@ -372,8 +372,9 @@ class _Walk:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
             fed = tuple(self.index[n] for n in node.all_input_nodes)
             laid = tuple((v.shape, dict(v.carried)) for v in made if node.op != "placeholder")
-            step = Step(fed, call.reads, is_input, node.op == "output", call.op, call.numbers, laid, call.module)
-            self.ties.steps.append(step)
+            own = node.meta.get("ellzero tensor", "")
+            told = (call.op, call.numbers, laid, call.module, own, call.contracts)
+            self.ties.steps.append(Step(fed, call.reads, is_input, node.op == "output", *told))
 
 
 def _seen(graph: torch.fx.Graph) -> set[torch.fx.Node]:

@@ -307,7 +307,12 @@ def _terms(which: str, gated: Gated, kept: bool, only: str | None) -> tuple[Any,
     chosen: list[bool] = gated.memo[key]
     if kept:
         return census, kept_terms(which, gated, census.kept), chosen
-    return census, census.expected(*gated.alive(), gated.census_tables[which]), chosen
+    tables = gated.census_tables[which]
+    terms = census.expected(*gated.alive(), tables)
+    if len(census.sets) > 1:
+        blocks = gated.liveness.open_blocks(gated.prob_open(), gated.tables)
+        terms = terms * census.expected_blocks(blocks, tables)
+    return census, terms, chosen
 
 
 def kept_terms(key: Hashable, gated: Gated, count: Callable[[Plan], Vector]) -> Tensor:

@@ -25,8 +25,8 @@ from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
 from ellzero.objectives.watching import moves
 from ellzero.out import shrinking
+from ellzero.out.bounding.driving import Driver, refuse_without
 from ellzero.out.compaction import compact
-from ellzero.out.driving import Driver, refuse_without
 from ellzero.out.finalization import MUCH, Uniform, refuse_unreachable
 from ellzero.out.latency.bounds import measured, said, tables, take_tables
 from ellzero.out.latency.cost import Latency

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ellzero.gated.counting import Vector
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import NoExpectation
 from ellzero.graph.axes import Axis, Kind
@@ -247,19 +248,20 @@ def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple
     plan, census = gated.plan(refuse=False), gated.census["units"]
     assert census is not None
     with gated.assuming(gated.opens().float()):
-        alive = gated.alive()[0].cpu().numpy() > 0.5
+        alive = _within_blocks(gated) > 0.5
     try:
-        expected, expected_inputs = gated.alive()
-        units = expected.double().cpu().numpy()
+        expected_inputs, units = gated.alive()[1], _within_blocks(gated)
     except NoExpectation:
         units = None
     decided = np.isin(np.arange(len(alive)), census.units)
     rows = []
-    for axis, start in zip(gated.axes, gated.graph.offsets, strict=False):
+    for number, (axis, start) in enumerate(zip(gated.axes, gated.graph.offsets, strict=False)):
         here = slice(start, start + axis.size)
         gates = bool(decided[here].any())
-        state, why = _state(axis, gates, bool(alive[here].any()), refusal)
-        mean = float(axis.size) if not gates else None if units is None else float(units[here].sum())
+        gone = any(number in gated.graph.blocks[b].axes for b in plan.blocks)
+        state, why = _state(axis, gates, bool(alive[here].any()), refusal, gone)
+        mean = None if units is None else float(units[here].sum())
+        mean = float(axis.size) if not gates and units is None else mean
         rows.append(AxisRow(axis.name, axis.size, mean, int(plan.units[here].sum()), state, why, axis.kind))
     inputs = []
     for number, (tensor, dim, size) in enumerate(census.inputs):
@@ -270,7 +272,17 @@ def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple
     return tuple(rows), tuple(inputs)
 
 
-def _state(axis: Axis, gates: bool, alive: bool, refusal: str | None) -> tuple[State, str | None]:
+def _within_blocks(gated: Gated) -> Vector:
+    """P(alive) of every unit, in a block that is open."""
+    units = gated.alive()[0].double().cpu().numpy()
+    for number, p in enumerate(gated.liveness.open_blocks(gated.prob_open(), gated.tables).tolist()):
+        units = np.where(gated.graph.inside(number), units * p, units)
+    return np.asarray(units)
+
+
+def _state(axis: Axis, gates: bool, alive: bool, refusal: str | None, gone: bool) -> tuple[State, str | None]:
+    if gone:
+        return "closed", "its block is gone"
     if axis.frozen is not None:
         return "frozen", axis.frozen
     if not gates:

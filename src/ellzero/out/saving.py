@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,7 +23,18 @@ from torch import Tensor, nn
 from ellzero.gated.module import Gated
 from ellzero.graph.axes import EPS
 from ellzero.graph.resizing import resize, resizer
-from ellzero.graph.standins import Closed, RootMeanSquare, Scatter, Select, put_closed, put_scatter, put_select
+from ellzero.graph.standins import (
+    CONTRACTING,
+    Closed,
+    Nothing,
+    RootMeanSquare,
+    Scatter,
+    Select,
+    put_closed,
+    put_nothing,
+    put_scatter,
+    put_select,
+)
 from ellzero.graph.tracing import canonical_names
 from ellzero.graph.trials import fingerprint
 from ellzero.out.files import write_bytes
@@ -72,13 +83,14 @@ class Structure:
     sizes: dict[str, dict[str, int]] = field(default_factory=dict)  # numbers that other modules keep, such as of heads
     eps: dict[str, dict[str, float | None]] = field(default_factory=dict)  # of norms that follow their width
     scatters: list[str] = field(default_factory=list)  # layers with a `Scatter` behind, which has their bias
+    gone: dict[str, int] = field(default_factory=dict)  # modules of blocks that are gone, as `put_nothing` takes them
 
     def plausible(self) -> bool:
         """Whether all is of the types above, as a file may not have it."""
-        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict, dict, dict, list]:
+        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict, dict, dict, list, dict]:
             return False
         words = [*self.selects, *self.scatters, *self.tied.values()]
-        numbers = [*self.closed.values(), *self.groups.values()]
+        numbers = [*self.closed.values(), *self.groups.values(), *self.gone.values()]
         if {type(kept) for kept in (*self.sizes.values(), *self.eps.values())} - {dict}:
             return False
         if {type(eps) for kept in self.eps.values() for eps in kept.values()} - {float, type(None)}:
@@ -133,8 +145,8 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
         if isinstance(module, Select | Scatter):
             kind = structure.selects if isinstance(module, Select) else structure.scatters
             kind.append(layer.rpartition(".")[0])
-        elif isinstance(module, Closed):
-            structure.closed[layer] = module.outputs
+        elif isinstance(module, Closed | Nothing):
+            (structure.gone if module.silent else structure.closed)[layer] = module.outputs
         elif type(module) is nn.Identity:
             structure.closed[layer] = None
         elif isinstance(module, _GROUPED):
@@ -172,7 +184,7 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     if any(isinstance(m, Gated) for m in model.modules()):
         raise TypeError("`model` must be a fresh dense network of the user's own class, got one with gates")
-    if any(isinstance(m, Select | Scatter | Closed) for m in model.modules()):
+    if any(isinstance(m, Select | Scatter | Closed | Nothing) for m in model.modules()):
         raise ValueError("`model` must be a fresh dense network, got one that was made smaller already")
     source = _as_path(path)
     structure, tensors, layers, answers = _read(source)
@@ -187,6 +199,7 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
     _check(model, structure, tensors, names, refuse)
     if layers is not None:
         gone = [name for name in structure.closed if members_of(model.get_submodule(name))]
+        gone += [name for name, _ in model.named_modules(remove_duplicate=False) if _lies_in(name, structure.gone)]
         if (differs := fingerprint.difference(layers, fingerprint.layers(model), gone)) is not None:
             refuse(differs)
     if answers is not None and (trial := fingerprint.copied(model)) is not None:
@@ -202,6 +215,8 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
     for layer, outputs in structure.closed.items():
         if outputs is not None or members_of(model.get_submodule(layer)):  # an identity of the user's is one already
             put_closed(model, layer, outputs)
+    for layer, number in structure.gone.items():
+        put_nothing(model, layer, number)
     modules = dict(model.named_modules(remove_duplicate=False))
     new: dict[str, Tensor] = {}
     changed: dict[int, tuple[str, nn.Module]] = {}
@@ -234,7 +249,6 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
         put_scatter(modules[layer], tensors[names[f"{layer}.scatter.index"]], outputs)
 
 
-_CONTRACTING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _OTHERS = {".pt", ".pth", ".pt2", ".ckpt", ".pkl", ".bin", ".onnx", ".npz"}  # who opens one expects what it says
 _GROUPED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -270,6 +284,15 @@ def _is_scatter(model: nn.Module, path: str) -> bool:
 def members_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer under every name it has."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _lies_in(name: str, layers: Iterable[str]) -> bool:
+    return any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+
+
+def _most(module: nn.Module) -> int:
+    """The largest number that `put_nothing` may take in the place of a module."""
+    return int(module.weight.shape[0]) if isinstance(module, CONTRACTING) else 16  # entries of a tuple
 
 
 def _header(metadata: Mapping[str, str]) -> str:
@@ -315,27 +338,24 @@ def _check(
 ) -> None:
     """Refuses tensors that do not fit, before anything is changed."""
     modules, members = dict(model.named_modules(remove_duplicate=False)), members_of(model)
-    for layer in [
-        *structure.selects,
-        *structure.closed,
-        *structure.groups,
-        *structure.sizes,
-        *structure.eps,
-        *structure.scatters,
-    ]:
+    kept = (structure.selects, structure.closed, structure.gone, structure.groups, structure.sizes, structure.eps)
+    for layer in (layer for layers in (*kept, structure.scatters) for layer in layers):
         if layer not in modules:
             refuse(f"there is a layer `{layer}`")
     expected = set(members)
     for layer, outputs in structure.closed.items():
         expected = {name for name in expected if not name.startswith(f"{layer}.")}
         if outputs is not None:
-            if not isinstance(modules[layer], _CONTRACTING):
+            if not isinstance(modules[layer], CONTRACTING):
                 refuse(f"`{layer}` is a linear or convolutional layer")
             if not 0 <= outputs <= members[f"{layer}.weight"].shape[0]:
                 refuse(f"`{layer}` has {outputs} outputs")
             expected |= {f"{layer}.bias"} & members.keys() if outputs else set()
-        elif isinstance(modules[layer], _CONTRACTING):
+        elif isinstance(modules[layer], CONTRACTING):
             refuse(f"`{layer}` is an identity")
+    expected = {name for name in expected if not _lies_in(name, structure.gone)}
+    if odd := [layer for layer, number in structure.gone.items() if not 0 <= number <= _most(modules[layer])]:
+        refuse(f"{_few(odd)} gave as much before it was gone")
     for layer, groups in structure.groups.items():
         if not isinstance(conv := modules[layer], _GROUPED) or not 1 <= groups <= conv.groups:
             refuse(f"`{layer}` is a convolution in {groups} groups")
@@ -355,14 +375,14 @@ def _check(
             refuse(f"`{name}` has shape {tuple(new.shape)}, which does not fit into {tuple(old.shape)}")
         if new.is_floating_point() != old.is_floating_point() or new.is_complex() != old.is_complex():
             refuse(f"`{name}` is of {new.dtype}, here it is of {old.dtype}")
-    for dim, kind, picks in ((0, nn.Linear, scatters), (1, _CONTRACTING, selects)):
+    for dim, kind, picks in ((0, nn.Linear, scatters), (1, CONTRACTING, selects)):
         for name, layer in picks.items():
             if not isinstance(modules[layer], kind) or layer in structure.closed:
                 refuse(f"`{layer}` is a {'linear' if dim == 0 else 'linear or convolutional'} layer")
             index, weight = tensors[stored[name]], f"{layer}.weight"
-            most, kept = members[weight].shape[dim], tensors[stored[weight]].shape[dim]
-            if index.dtype != torch.int64 or index.shape != (kept,) or not bool(((index >= 0) & (index < most)).all()):
-                refuse(f"`{name}` does not pick {kept} of at most {most} {'inputs' if dim else 'outputs'}")
+            most, left = members[weight].shape[dim], tensors[stored[weight]].shape[dim]
+            if index.dtype != torch.int64 or index.shape != (left,) or not bool(((index >= 0) & (index < most)).all()):
+                refuse(f"`{name}` does not pick {left} of at most {most} {'inputs' if dim else 'outputs'}")
 
 
 def _few(names: list[str]) -> str:

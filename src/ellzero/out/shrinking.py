@@ -32,7 +32,10 @@ def propose(gated: Gated, closed: Mask, multiple: int = 1) -> Plan:
         opens = torch.as_tensor(~closed).to(gated.tables["ends"])
         extended = gated.liveness.extend(opens, gated.tables)
         kept = gated.liveness.units(extended, gated.tables).cpu().numpy() > 0.5
+        gone = gated.liveness.closed_blocks(opens, gated.tables)
         probable = _probable(gated)
+    for block in gone:  # one unit of each axis stays, as of others
+        kept &= ~gated.graph.inside(block)
     present = there(gated)
     kept &= present
     for axis, start in zip(gated.axes, gated.graph.offsets, strict=False):

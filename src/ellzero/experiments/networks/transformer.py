@@ -26,6 +26,22 @@ class Branch(nn.Module):
 
 
 @final
+class Attend(nn.Module):
+    """What heads of so many entries see of each other, by their queries, keys and values (N, positions, 3 · width)."""
+
+    def __init__(self, entries: int, dropout: float, causal: bool) -> None:
+        super().__init__()
+        self.entries, self.dropout, self.causal = entries, dropout, causal
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """What is seen at each position, (N, positions, width)."""
+        q, k, v = (a.unflatten(-1, (-1, self.entries)).transpose(1, 2) for a in qkv.chunk(3, -1))
+        rate = self.dropout if self.training else 0.0
+        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=self.causal)
+        return seen.transpose(1, 2).flatten(2)
+
+
+@final
 class Block(nn.Module):
     """Attention, then two layers with GELU between them, each behind a LayerNorm and added to the stream (pre-norm).
 
@@ -52,19 +68,15 @@ class Block(nn.Module):
         super().__init__()
         if width % heads:
             raise ValueError(f"`width` must be a multiple of the {heads} heads, got {width}")
-        self.entries, self.causal, self.attention_dropout = width // heads, causal, attention_dropout
         of_qkv, bias = biases
         self.norm1, self.norm2 = (nn.LayerNorm(width, bias=bias) for _ in range(2))
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=of_qkv), nn.Linear(width, width, bias=bias)
+        self.attend = Attend(width // heads, attention_dropout, causal)
         self.up, self.down = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
         self.drop = drop
 
     def forward(self, x: Tensor) -> Tensor:
         """The stream (N, positions, width) after this block."""
-        qkv = self.qkv(self.norm1(x)).chunk(3, -1)
-        q, k, v = (a.unflatten(-1, (-1, self.entries)).transpose(1, 2) for a in qkv)
-        rate = self.attention_dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=self.causal)
-        x = x + self.drop(self.out(seen.transpose(1, 2).flatten(2)))
+        x = x + self.drop(self.out(self.attend(self.qkv(self.norm1(x)))))
         out: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
         return out

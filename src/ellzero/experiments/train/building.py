@@ -172,6 +172,9 @@ def architecture(gated: Gated) -> dict[str, int]:
     out = {}
     on_weights = any(gate.per_weight for _, gate in gated.named_gates())
     for placement in placements.per_layer()(graph) if on_weights else gated.placements:
+        if placement.block is not None:
+            out[placement.name] = int(placement.block not in plan.blocks)
+            continue
         site, size = placement.multiplies[0], placement.shape[0]
         alone = len(placement.multiplies) == len(site.dims) == 1
         if alone and graph.shapes[site.tensor][site.dims[0]] == size:

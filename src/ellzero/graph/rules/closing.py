@@ -26,7 +26,7 @@ view reshape flatten unflatten _unsafe_view view_as reshape_as _reshape_alias sq
 numpy_T mT swapaxes swapdims movedim moveaxis slice narrow select split split_with_sizes tensor_split unsafe_split
 chunk unsafe_chunk unbind expand expand_as broadcast_to repeat tile repeat_interleave index index_select roll flip
 pixel_shuffle pixel_unshuffle channel_shuffle native_channel_shuffle"""
-_KEEPS = frozenset(_NAMES.split())
+KEEPS = frozenset(_NAMES.split())  # zeros, of its first argument
 
 
 def zero(call: Call, args: list[Any], made: Value) -> Zero:
@@ -40,7 +40,7 @@ def zero(call: Call, args: list[Any], made: Value) -> Zero:
         return _summed(call, args, given, made)
     if call.op in ("mul", "multiply", *_DIVIDES) and len(given) > 1:
         return _multiplied(call, given[:1] if call.op in _DIVIDES else given, made)
-    keeps = call.op in _KEEPS
+    keeps = call.op in KEEPS
     if call.op in ("mul", "multiply", *_DIVIDES):
         keeps = isinstance(args[0], Value)
     elif call.op == "pow":

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ellzero.graph.axes import Graph, Numbers
+from ellzero.graph.axes import Block, Graph, Numbers
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
 from ellzero.graph.stored import group_norms, groups_of_a_forward
 from ellzero.graph.tracing import Inputs, first_line, progress
+from ellzero.graph.trials.blocks import found
 from ellzero.graph.trials.retracing import strays
 from ellzero.graph.trials.running import (
     Coarsest,
@@ -80,6 +81,16 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
     return replace(graph, axes=tuple(axes), balances=balances, steps=steps)
+
+
+def blocks_of(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ...]:
+    """The branches that can go as a whole, of a graph that was `proven`."""
+    blocks = found(model, graph, inputs)
+    if not blocks:
+        return ()
+    bench = _Bench(model, graph.with_blocks(blocks), inputs)
+    survive = _sift([(b,) for b in range(len(blocks))], [], bench.survives_blocks, {})
+    return tuple(blocks[b] for (b,) in survive)
 
 
 def _attended(graph: Graph) -> set[int]:
@@ -301,6 +312,15 @@ class _Bench:
                 return failure
         return None
 
+    def survives_blocks(self, blocks: Sequence[int]) -> str | None:
+        """All of the blocks go, beside units that do; then some of them."""
+        many = self._part([k for k, a in enumerate(self.graph.axes) if a.frozen is None and a.size > 1], "many").units
+        for units, these in ((self.without([]), blocks), (many, blocks[::2])):
+            failure, _ = self.survives(_within(self.graph, units, units, blocks=these), self.scenes)
+            if failure is not None:
+                return failure
+        return None
+
     def _vanishing(self, axes: Sequence[int]) -> Graph:
         return self.graph.with_axes(replace(a, can_vanish=k in axes) for k, a in enumerate(self.graph.axes))
 
@@ -311,10 +331,11 @@ class _Bench:
         for scene in scenes:
             try:
                 small = scene.removed(plan)
-                removed, calls = small.masked(self.graph, plan.units, plan.closed)
+                gone = plan.closed | plan.gone.keys()
+                removed, calls = small.masked(self.graph, plan.units, gone, blocks=plan.blocks)
             except Exception as error:
                 return f"the model does not run with a unit of it removed ({first_line(error)})", []
-            masked, usual = scene.masked(self.graph, plan.units, plan.closed)
+            masked, usual = scene.masked(self.graph, plan.units, gone, blocks=plan.blocks)
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed", []
             if what := usual.departure(calls, plan.renamed(scene.model, small.model)):
@@ -373,6 +394,6 @@ def _cells(graph: Graph, span: slice) -> list[Numbers]:
     return [np.array(cell) for cell in cells.values()]
 
 
-def _within(graph: Graph, alive: Mask, left: Mask, *, refuse: bool = False) -> Plan:
+def _within(graph: Graph, alive: Mask, left: Mask, *, refuse: bool = False, blocks: Sequence[int] = ()) -> Plan:
     """The plan that leaves of these units those that are left, and brings no others back."""
-    return make_plan(graph, alive & left, evidence=np.where(left, 0.0, -np.inf), refuse=refuse)
+    return make_plan(graph, alive & left, evidence=np.where(left, 0.0, -np.inf), refuse=refuse, blocks=blocks)

@@ -185,20 +185,25 @@ class Scene:
     inputs: Inputs
     done: Plan | None = None
     loans: Loans = field(default_factory=Loans)
-    last: tuple[tuple[bytes, frozenset[str]], list[Tensor], Calls] | None = None
+    last: tuple[tuple[bytes, frozenset[str], frozenset[int]], list[Tensor], Calls] | None = None
     small: Scene | None = None
 
     def masked(
-        self, graph: Graph, alive: Mask, gone: frozenset[str] = frozenset(), lends: Lends | None = None
+        self,
+        graph: Graph,
+        alive: Mask,
+        gone: frozenset[str] = frozenset(),
+        lends: Lends | None = None,
+        blocks: frozenset[int] = frozenset(),
     ) -> tuple[list[Tensor], Calls]:
-        """What comes out with zeros where gates close a unit that is not alive, and the way that it takes outside of
-        the layers that are gone. `lends` sees each weight that is lent, as it was.
+        """What comes out with zeros where gates close `blocks`, or a unit that is not alive, and the way that it takes
+        outside of the layers that are gone. `lends` sees each weight that is lent, as it was.
         """
-        key = alive.tobytes(), gone
+        key = alive.tobytes(), gone, blocks
         if self.last is None or self.last[0] != key:
             layers = [self.model.get_submodule(path) for path in sorted(gone)]
             layers += [m for m in self.model.modules() if type(m) in SHORTCUTS]
-            shut = closed(self.model, graph, alive, self.done, self.loans, lends)
+            shut = closed(self.model, graph, alive, self.done, self.loans, lends, blocks)
             cut = left_out(self.model, self.loans.ends, self._shut(graph, alive))
             with shut, cut as outputs, seeded(self.model), Calls() as calls, calls.mute(layers):
                 out = run(self.model, self.inputs)
@@ -232,7 +237,8 @@ class Scene:
         may be known.
         """
         last = self.small and self.small.done
-        if self.small and last and (last.units == plan.units).all() and last.closed == plan.closed:
+        same = self.small and last and (last.closed, last.blocks) == (plan.closed, plan.blocks)
+        if self.small and last and same and (last.units == plan.units).all():
             return self.small
         small = lean(self.model)
         away = [*self.loans.paid_out, *(f"{path}.weight" for path in self.loans.ends)]
@@ -243,8 +249,8 @@ class Scene:
         layers = dict(small.named_modules())
         for name in away:
             path = name.rpartition(".")[0]
-            empty = layers[path]._parameters.get("weight")  # none in what stands in for a layer that is gone
-            if empty is None:
+            empty = layers[path]._parameters.get("weight") if path in layers else None
+            if empty is None:  # a layer that is gone, or something stands in for it
                 continue
             numbers = (seen or {}).get(name)
             if path in self.loans.ends:
@@ -330,8 +336,11 @@ def closed(
     done: Plan | None = None,
     lent: Loans | None = None,
     lends: Lends | None = None,
+    blocks: Iterable[int] = (),
 ) -> Iterator[None]:
-    """Has zeros, in place, where gates close units that are not alive. `done` was removed from the model already."""
+    """Has zeros, in place, where gates close `blocks`, and units that are not alive. `done` was removed from the model
+    already.
+    """
     members, lent = dict(model.named_parameters()), lent or Loans()
     saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
     closing: dict[str, list[tuple[int, Mask]]] = {}
@@ -341,8 +350,13 @@ def closed(
             gone = ~(alive[units] | (units < 0))
             if gone.any():
                 closing.setdefault(tensor, []).append((dims[0], gone))
+    for tensor in (site.tensor for b in blocks for site in graph.blocks[b].sites):
+        if tensor in members:  # else it is gone
+            closing.setdefault(tensor, []).append((0, np.ones(len(members[tensor]), dtype=bool)))
     with torch.no_grad():
-        for tensor in closing.keys() - lent.weights.keys() - {f"{path}.weight" for path in lent.ends}:
+        for tensor in (
+            (closing.keys() & members.keys()) - lent.weights.keys() - {f"{path}.weight" for path in lent.ends}
+        ):
             weight = members[tensor]
             for dim, gone in closing[tensor]:
                 rows = _rows(gone, weight)

@@ -80,7 +80,7 @@ class Latency:
             clock: gives the time in seconds.
 
         Raises:
-            ValueError: gates are on single weights, which no time depends on.
+            ValueError: gates are on single weights, which no time depends on, or on whole blocks.
 
         Example:
             >>> from ellzero.gated.attaching import attach
@@ -95,6 +95,8 @@ class Latency:
         refuse_unfit(gated)
         if any(len(p.shape) > 1 for p in gated.placements):
             raise ValueError("`gated` must have gates on units: no time depends on single weights, which stay as zeros")
+        if any(p.block is not None for p in gated.placements):
+            raise ValueError("`gated` must have gates on units alone: the time of whole blocks is not measured")
         batch = None if batch is None else check_count("batch", batch)
         reference = next(p for p in gated.model.parameters() if p.is_floating_point())
         home = reference.device if device is None else _indexed(torch.device(device))
