@@ -10,13 +10,14 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, settings
 
-from support import CACHE, processes
+from support import CACHE, into_nothing, processes
+
+gc.disable()  # until all is imported, of which nothing can be thrown away
 
 # The parent is hypothesis' own choice: random examples at home; the same ones every time where CI is set.
 settings.register_profile("ellzero", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
@@ -25,6 +26,16 @@ settings.load_profile("ellzero")
 # A shell starts what runs in its background with Ctrl-C ignored, and what a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _seeds_of_absent_devices() -> None:
+    """Seeds are not kept for a kind of device that is not there: torch keeps the whole stack with each."""
+    import torch
+
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +57,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Serve
 
 @pytest.fixture
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are laid out and drawn once, into nothing, and their files hold a word: PNG and SVG draw twice each.
+    """Figures are laid out and drawn once, into nothing, and their files hold a word.
 
     What is in such files is the business of `test_figures.py` and `test_reproduce.py`.
     """
-    from matplotlib.figure import Figure
+    from ellzero.experiments import figures
 
-    def savefig(figure: Figure, file: Path, **_: Any) -> None:
-        if file.suffix == ".png":
-            figure.draw_without_rendering()
-        file.write_text("drawn", encoding="utf-8")
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.setattr(figures, "render", into_nothing)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,6 +104,4 @@ def _dear(path: Path) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: nobody looks through it again for what can be thrown away."""
-    gc.collect()
-    gc.freeze()
+    gc.enable()

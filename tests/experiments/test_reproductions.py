@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy import integrate, stats
 
+from ellzero.experiments import figures as drawing
 from ellzero.experiments.figures import PRINTED
 from ellzero.experiments.papers import shaped
 from ellzero.experiments.study import FIGURES, Study, find, studies
@@ -60,7 +61,9 @@ def test_each_file_that_defines_a_study_is_found_under_its_own_name() -> None:
 @pytest.mark.usefixtures("drawn_once")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_study_makes_its_table_and_figures_from_records_alone(name: str, tmp_path: Path) -> None:
+def test_a_study_makes_its_table_and_figures_from_records_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     study = known()[name]
     records = json.loads(json.dumps(invented(study)))
     assert study.table is not None
@@ -75,6 +78,7 @@ def test_a_study_makes_its_table_and_figures_from_records_alone(name: str, tmp_p
         files = study.draw(records, tmp_path)
         assert all(f.stat().st_size > 0 for f in files)
         assert {f.suffix for f in files} == {".png", ".svg", ".txt"}
+        monkeypatch.setattr(drawing, "render", lambda _, *files: [file.touch() for file in files])  # laid out above
         study.draw(partial, tmp_path)
 
 

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 import ellzero as l0
 from ellzero.cli import main, opening
+from ellzero.experiments import figures
 from ellzero.experiments import study as making
-from ellzero.experiments.data import Dataset, stand_in
+from ellzero.experiments.data import Dataset
 from ellzero.experiments.networks import WideResNet
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
@@ -32,7 +33,9 @@ from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
 from ellzero.page import run_page
+from support import into_nothing
 from support.campaigns import Watching, known, module
+from support.noise import quartered
 from support.oracles import assert_same
 from support.pages import embedded, lines, text_of
 
@@ -50,7 +53,7 @@ SHRINKS = {
 
 @cache
 def images() -> Dataset:
-    return stand_in("cifar10", IMAGES)
+    return quartered(IMAGES)
 
 
 def small(recipe: Recipe) -> Recipe:
@@ -65,6 +68,7 @@ def patched() -> Iterator[pytest.MonkeyPatch]:
     chosen = [row for row in whole.rows if row.recipe.name in ("wrn-cifar10", NAME)]
     study = replace(whole, rows=tuple(replace(row, recipe=small(row.recipe)) for row in chosen))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "render", into_nothing)
         patch.setattr(making, "studies", lambda: {study.name: study})
 
         def load(name: str, *_: object) -> Dataset:
@@ -219,7 +223,7 @@ def test_every_row_of_the_study_trains_in_small(tmp_path: Path) -> None:
         return recipe.override(**changes)
 
     study = replace(whole, rows=tuple(replace(row, recipe=tiny(row.recipe)) for row in whole.rows))
-    few = stand_in("cifar10", 2 * BATCH)
+    few = quartered(2 * BATCH)
     records = reproduce(Reproduction(study, seeds=1, every=2), lambda _: few, tmp_path / "out")
     assert [r["row"] for r in records] == [row.label for row in whole.rows]
     kept: dict[str, Any] = {}
@@ -243,7 +247,6 @@ def test_every_row_of_the_study_trains_in_small(tmp_path: Path) -> None:
     assert all(file.stat().st_size for file in study.draw(records, tmp_path))
 
 
-@pytest.mark.usefixtures("drawn_once")
 def test_rows_of_different_folders_make_one_table_and_one_figure(
     chain: Chain, patched: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

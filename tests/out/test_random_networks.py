@@ -139,11 +139,11 @@ def assert_shrinks_in_steps_as_at_once(model: Drawn, x: Tensor, graph: l0.graph.
 @pytest.mark.slow(first=True)
 @pytest.mark.timeout(1200)
 def test_random_networks() -> None:
-    """40 of them, each with gates on its residual streams and without; `tools/fuzz.py` draws thousands."""
+    """24 of them, each with gates on its residual streams and without; `tools/fuzz.py` draws thousands."""
     seen = {streams: {"compared": 0, "refused": 0, "vanished": 0} for streams in (True, False)}
     shrunk = []
 
-    @settings(max_examples=40, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=24, derandomize=True, database=None, phases=[Phase.generate])
     @given(drawn_networks(), st.integers(0, 2**31))
     def check(model: Drawn, seed: int) -> None:
         settled(model, seed)
@@ -179,7 +179,7 @@ def test_random_networks() -> None:
 
     check()
     for counts in seen.values():
-        assert counts["compared"] >= 28
+        assert counts["compared"] >= 17
         assert counts["refused"] >= 1
-        assert counts["vanished"] >= 5
-    assert len(shrunk) >= 15
+        assert counts["vanished"] >= 3
+    assert len(shrunk) >= 9

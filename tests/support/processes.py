@@ -7,6 +7,7 @@ seconds. It reads requests and answers them as lines of JSON; at the end of its 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -178,10 +179,11 @@ def _child(job: Callable[..., None], log: str, arguments: dict[str, Any]) -> Non
 
 @cache
 def dataset(kind: str, *, whole: bool = False) -> Any:
-    from ellzero.experiments.data import load, stand_in
+    from ellzero.experiments.data import load
+    from support.noise import quartered
 
     if kind == "cifar10":
-        return stand_in("cifar10", images=32)
+        return quartered(32)
     everything = load("mnist5k")
     if whole:
         return everything
@@ -398,6 +400,7 @@ JOBS: dict[str, Callable[..., None]] = {
 }  # fmt: skip
 
 if __name__ == "__main__":
+    gc.disable()  # forks are short, and to look through what they share with the server would copy it
     import torch.distributed  # noqa: F401 (in no fork)
 
     import ellzero.experiments.train.loop  # noqa: F401

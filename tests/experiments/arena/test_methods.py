@@ -23,6 +23,7 @@ from ellzero.experiments.arena.loop import BATCH, DECAY, RATE, Loop
 from ellzero.experiments.data import Tensors, epoch_generator, load, scaled, shuffled, stand_in
 from ellzero.experiments.networks import Network, find
 from ellzero.graph.standins import Closed
+from support.noise import quartered
 from support.oracles import counted_macs, numel
 
 # Six steps leave statistics that the noise of gates is in; what is told of that is told elsewhere.
@@ -87,7 +88,7 @@ def test_a_method_keeps_within_the_macs_and_takes_all_steps(method: str) -> None
 @pytest.mark.usefixtures("coarse")
 @pytest.mark.parametrize("method", ["budget", "magnitude"])
 def test_a_padded_residual_network_shrinks_by_either(method: str) -> None:
-    noise = stand_in("cifar10", BATCH)
+    noise = quartered(BATCH)
     given = bout(0.4, network=find("resnet-8"), data=noise)
     kept = counted_macs(METHODS[method](given).eval(), [given.example])
     assert kept <= 0.4 * counted_macs(given.dense(), [given.example])

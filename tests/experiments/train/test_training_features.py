@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.backends.registry import lookup_backend
 
 import ellzero as l0
 from ellzero.experiments.data import Dataset, epoch_generator, scaled, stand_in
@@ -36,6 +35,7 @@ from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from support.narrow import SHALLOW
+from support.noise import quartered
 from support.trained import CPU, by_name, data, recipe, same, set_open, trained
 
 
@@ -342,7 +342,7 @@ def buffers(trainer: Trainer) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_recalibrated_statistics_are_means_over_batches_with_the_gates_of_test_time() -> None:
-    dataset = stand_in("cifar10", images=12)
+    dataset = quartered(12)
     r = wide(placement="shrinkable", penalty=1e-4, gate_lr=0.1, ema=0.5, recalibrate=True)
     plain, trainer = (train([x], dataset) for x in (r.override(recalibrate=False), r))
     same(trainer, by_name(plain))
@@ -452,6 +452,8 @@ def test_a_step_is_compiled_as_a_whole_and_again_when_the_gates_are_fixed(
     Autograd is traced ahead of time for a stack alone, while its gates learn: for one run the test above does it, and
     with fixed gates there is less of the same.
     """
+    from torch._dynamo.backends.registry import lookup_backend
+
     behind, plain, graphs = lookup_backend(backend), lookup_backend("eager"), []
 
     def counting(module: Any, inputs: Any) -> Any:
