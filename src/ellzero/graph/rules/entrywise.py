@@ -50,8 +50,10 @@ def addition(call: Call, a: Any, b: Any, *_: Any) -> Value:
     out = values.elementwise(call.ties, tensors((a, b)), call.shape)
     if not (isinstance(a, Value) and isinstance(b, Value)):
         return out
-    if a.lineage & b.lineage & ~call.ties.leaves and (a.lineage ^ b.lineage) & call.ties.contracting:
-        # Both were computed from one activation, a weight on one of the ways, and are added up: a residual stream.
+    weighed = [x.lineage & ~y.lineage & call.ties.contracting for x, y in ((a, b), (b, a))]
+    if a.lineage & b.lineage & ~call.ties.leaves and any(weighed) and not all(weighed):
+        # Both were computed from one activation, a weight on one of the ways alone, and are added up: a residual
+        # stream. With weights on both ways it is a layer in two parts: one with an adapter, say.
         both = [g for g in out.carried if values.carries(a, g, out) and values.carries(b, g, out)]
         call.ties.streams.extend(out.carried[g] for g in both)
     return out
