@@ -142,12 +142,14 @@ def test_layers_of_other_widths_and_names_of_two_numbers(gated: l0.Gated) -> Non
 
 @pytest.mark.slow
 def test_more_parts_than_go_beside_each_other_get_a_chart_of_their_own(gated: l0.Gated) -> None:
-    rows = [AxisRow(f"l.{k}.{part}", 4, 2.0, 2, "gated", None) for k in range(4) for part in "abcd"]
+    long = "attention.of.some_kind.input"
+    rows = [AxisRow(f"l.{k}.{part}", 4, 2.0, 2, "gated", None) for k in range(5) for part in ("a", "b", long)]
     first, second = layers.charts(layers.repeated(gated, rows), 1)
     assert (first.name, second.name) == ("network", "network-1")
-    assert [sum(t["type"] == "bar" for t in chart.traces) for chart in (first, second)] == [6, 2]
-    ends = [chart.layout[x]["domain"][1] for chart, x in ((first, "xaxis3"), (second, "xaxis"))]
+    assert [sum(t["type"] == "bar" for t in chart.traces) for chart in (first, second)] == [4, 2]
+    ends = [chart.layout[x]["domain"][1] for chart, x in ((first, "xaxis2"), (second, "xaxis"))]
     assert ends == pytest.approx([1, 1])
+    assert second.layout["annotations"][0]["text"] == "<b>units</b><br>attention.of.<br>some_kind.input"
 
 
 def test_what_was_taken_out_is_told_by_family() -> None:

@@ -6,6 +6,7 @@ in `drawing`. How one is trained is not known here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from ellzero.out.reporting import MANY, AxisRow
 from ellzero.out.tables import families, layers_of
 from ellzero.page.charts import Chart, escaped, number
 
-_ACROSS, _GAP = 3, 0.05  # panels in a chart at most, and what is between them
+_ACROSS, _GAP, _LONG = 2, 0.05, 20  # panels in a chart at most, what is between them, and letters in a line above one
 _PLAIN: dict[str, Any] = {"showgrid": False, "showline": False, "zeroline": False, "fixedrange": True}
 
 
@@ -141,9 +142,10 @@ def _stack(stack: Stack, parts: Sequence[Part], name: str, epoch: float) -> Char
             "ticktext": [] if part.cells else ["0", f"{part.dense:,}"],
         }
         title = {"x": start, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-        text = f"<b>{part.kind}</b><br>{escaped(part.name)}"
+        text = "<br>".join((f"<b>{part.kind}</b>", *_lines(part.name)))
         titles.append({**title, "text": text, "align": "left", "showarrow": False, "font": {"size": 12}})
     told = [f"{part.kind} of {part.name}, {_said(part)}" for part in parts]
+    above = 1 + max(len(_lines(part.name)) for part in parts)
     where = f" of {stack.name}" if stack.name else ""
     return Chart(
         name,
@@ -152,7 +154,7 @@ def _stack(stack: Stack, parts: Sequence[Part], name: str, epoch: float) -> Char
         f"{epoch:g}.",
         f"Kept in each of {len(stack.layers)} layers{where}: {'; '.join(told)}.",
         traces,
-        height=100 + max(16, min(28, 360 // len(places))) * len(places),
+        height=70 + 15 * above + max(16, min(28, 360 // len(places))) * len(places),
         wide=True,
         **axes,
         yaxis={
@@ -164,8 +166,16 @@ def _stack(stack: Stack, parts: Sequence[Part], name: str, epoch: float) -> Char
         annotations=titles,
         barmode="overlay",
         showlegend=False,
-        margin={"t": 56},
+        margin={"t": 26 + 15 * above},
     )
+
+
+def _lines(name: str) -> list[str]:
+    """A name in lines that a narrow page has room for, cut behind dots."""
+    lines = [""]
+    for part in re.findall(r"[^.]+\.?", name):
+        lines = [*lines[:-1], lines[-1] + part] if len(lines[-1] + part) <= _LONG else [*lines, part]
+    return [escaped(line) for line in lines if line]
 
 
 def _key(parts: Sequence[Part]) -> str:
