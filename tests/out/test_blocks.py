@@ -24,7 +24,7 @@ from ellzero.objectives import costs
 from ellzero.out import shrinking
 from ellzero.out.finalization import refuse_unreachable, revive
 from support import traced
-from support.branches import Around, Basic, Encoder, Refused, times
+from support.branches import Around, Basic, Encoder, Mixture, Refused, times
 from support.loops import driven
 from support.oracles import (
     assert_counted,
@@ -74,6 +74,7 @@ NETWORKS: dict[str, tuple[Make, Tensor, Tensor, dict[str, str]]] = {
         lambda: GPT(2, 2, 8, 9), words(2, 6), words(3, 4),
         ends("", *(f"blocks.{k}.{end}" for k in (0, 1) for end in ("out", "down"))),
     ),
+    "mixture": (Mixture, draw(2, 2), draw(3, 2), ends("", *(f"experts.{k}" for k in range(3)))),
     "nested": (Around, draw(2, 2), draw(3, 2), ends("", "last", "inner", "left", "right")),
 }  # fmt: skip
 

@@ -1,5 +1,6 @@
 """Repeated layers on a page: every square and every bar against the gates themselves."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,39 @@ def test_bars_are_the_widths_of_the_compact_network(gated: l0.Gated, seen: facts
 
 
 @pytest.mark.slow
+def test_blocks_that_went_are_gone_with_their_heads_and_units(gated: l0.Gated) -> None:
+    x = torch.zeros(1, 3, dtype=torch.long)
+    made = l0.attach(GPT(3, 4, 8, 7), x, graph=gated.graph, where=l0.shrinkable(blocks=True))
+    gates = dict(made.named_gates())
+    for name in ("blocks.1.out.block", "blocks.2.down.block"):
+        gates[name].close_(torch.ones(1, dtype=torch.bool))
+    seen = facts.look(made)
+    (stack,) = seen.layers.stacks
+    blocks, heads, _ = stack.parts
+    assert (blocks.kind, blocks.name, blocks.columns) == ("blocks", "out, down", ("out", "down"))
+    assert [blocks.cells[k].stays.tolist() for k in "012"] == [[True, True], [False, True], [True, False]]
+    prob = {name: gate.prob_open().detach().numpy() for name, gate in gates.items()}
+    of_branches = [prob["blocks.0.out.block"].item(), prob["blocks.0.down.block"].item()]
+    assert blocks.cells["0"].prob_open == pytest.approx(of_branches)
+    assert heads.cells["0"].prob_open == pytest.approx(of_branches[0] * prob["blocks.0.qkv"], rel=1e-5)
+    assert [heads.cells[k].stays.sum() for k in "012"] == [4, 0, 4]
+    (chart,) = run._network(seen)
+    assert [t["text"] for t in traces(chart, "scatter") if t["mode"] == "text"] == [
+        ["4", "gone", "4"],
+        ["32", "32", "gone"],
+    ]
+    of_blocks, of_heads = traces(chart, "heatmap")
+    assert [row[:2] for row in of_blocks["customdata"]][1][0].startswith("layer 1, out: gone<br>P(open) = 0 %")
+    assert len(of_heads["z"][0]) == 4
+    domains = [chart.layout[x]["domain"] for x in ("xaxis", "xaxis2", "xaxis3")]
+    assert (domains[0][0], domains[2][1]) == pytest.approx((0, 1))
+    assert all(left[1] < right[0] for left, right in itertools.pairwise(domains))
+    assert "Blocks: branches as a whole, out, down." in chart.caption
+    small: Any = l0.compact(made)
+    assert sum(p.numel() for p in small.parameters()) == seen.report.params.kept  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
 def test_the_table_has_a_line_for_what_repeats(seen: facts.Look) -> None:
     assert len(seen.table) == 15
     lines = {name: rest for name, *rest in run.axis_lines(seen.table, fold=True)}
@@ -142,12 +176,14 @@ def test_layers_of_other_widths_and_names_of_two_numbers(gated: l0.Gated) -> Non
 
 @pytest.mark.slow
 def test_more_parts_than_go_beside_each_other_get_a_chart_of_their_own(gated: l0.Gated) -> None:
-    rows = [AxisRow(f"l.{k}.{part}", 4, 2.0, 2, "gated", None) for k in range(4) for part in "abcd"]
+    long = "attention.of.some_kind.input"
+    rows = [AxisRow(f"l.{k}.{part}", 4, 2.0, 2, "gated", None) for k in range(5) for part in ("a", "b", long)]
     first, second = layers.charts(layers.repeated(gated, rows), 1)
     assert (first.name, second.name) == ("network", "network-1")
-    assert [sum(t["type"] == "bar" for t in chart.traces) for chart in (first, second)] == [6, 2]
-    ends = [chart.layout[x]["domain"][1] for chart, x in ((first, "xaxis3"), (second, "xaxis"))]
+    assert [sum(t["type"] == "bar" for t in chart.traces) for chart in (first, second)] == [4, 2]
+    ends = [chart.layout[x]["domain"][1] for chart, x in ((first, "xaxis2"), (second, "xaxis"))]
     assert ends == pytest.approx([1, 1])
+    assert second.layout["annotations"][0]["text"] == "<b>units</b><br>attention.of.<br>some_kind.input"
 
 
 def test_what_was_taken_out_is_told_by_family() -> None:

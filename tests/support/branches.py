@@ -82,6 +82,21 @@ class Around(nn.Module):
         return self.head(x + (self.left(x) + self.right(x)))  # type: ignore[no-any-return]
 
 
+class Mixture(nn.Module):
+    """Experts that a router weighs, as a branch: each of them is one too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head, self.router = nn.Linear(2, 4), nn.Linear(4, 2), nn.Linear(4, 3)
+        self.experts = nn.ModuleList(Feed(4, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        shares = self.router(x).softmax(-1)
+        mixed = sum(shares[..., k : k + 1] * expert(x) for k, expert in enumerate(self.experts))
+        return self.head(x + mixed)  # type: ignore[no-any-return]
+
+
 class Refused(nn.Module):
     """A branch that cannot go as a whole, for the reason in `why`."""
 

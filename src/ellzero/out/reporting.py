@@ -248,9 +248,9 @@ def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple
     plan, census = gated.plan(refuse=False), gated.census["units"]
     assert census is not None
     with gated.assuming(gated.opens().float()):
-        alive = _within_blocks(gated) > 0.5
+        alive = within_blocks(gated) > 0.5
     try:
-        expected_inputs, units = gated.alive()[1], _within_blocks(gated)
+        expected_inputs, units = gated.alive()[1], within_blocks(gated)
     except NoExpectation:
         units = None
     decided = np.isin(np.arange(len(alive)), census.units)
@@ -272,7 +272,7 @@ def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple
     return tuple(rows), tuple(inputs)
 
 
-def _within_blocks(gated: Gated) -> Vector:
+def within_blocks(gated: Gated) -> Vector:
     """P(alive) of every unit, in a block that is open."""
     units = gated.alive()[0].double().cpu().numpy()
     for number, p in enumerate(gated.liveness.open_blocks(gated.prob_open(), gated.tables).tolist()):

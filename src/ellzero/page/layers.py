@@ -6,26 +6,29 @@ in `drawing`. How one is trained is not known here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import NoExpectation
 from ellzero.graph.axes import Kind
-from ellzero.out.reporting import MANY, AxisRow
+from ellzero.out.reporting import MANY, AxisRow, within_blocks
 from ellzero.out.tables import families, layers_of
 from ellzero.page.charts import Chart, escaped, number
 
-_ACROSS, _GAP = 3, 0.05  # panels in a chart at most, and what is between them
+_ACROSS, _NARROW, _GAP = 2, 0.42, 0.05  # panels in a chart at most, how wide one of blocks is, what is between them
+_LONG = 20  # letters in a line above a panel
 _PLAIN: dict[str, Any] = {"showgrid": False, "showline": False, "zeroline": False, "fixedrange": True}
 
 
 class Cells(NamedTuple):
-    """The heads of a layer."""
+    """The heads of a layer, or its branches that can go as a whole."""
 
     stays: npt.NDArray[np.bool_]  # at test time (kept)
     prob_open: npt.NDArray[np.float64] | None  # expected; None for gates that have no expectation
@@ -40,9 +43,10 @@ class Part(NamedTuple):
     """What every layer of a stack has."""
 
     name: str  # behind the number of the layer
-    kind: Kind
+    kind: Kind | Literal["blocks"]
     rows: dict[str, AxisRow]  # by layer
-    cells: dict[str, Cells]  # likewise, of heads
+    cells: dict[str, Cells]  # likewise, of heads and blocks
+    columns: tuple[str, ...] = ()  # names of blocks
 
     @property
     def dense(self) -> int:
@@ -50,7 +54,7 @@ class Part(NamedTuple):
         return max(row.dense for row in self.rows.values())
 
     def by_layer(self, layers: Sequence[str]) -> tuple[list[tuple[int, int]], list[list[float]]]:
-        """Dense and kept units of every layer, nothing where it has none, and of heads which are kept."""
+        """Dense and kept units of every layer, nothing where it has none, and of heads and blocks which are kept."""
         rows = [(self.rows[k].dense, self.rows[k].kept) if k in self.rows else (0, 0) for k in layers]
         return rows, [
             self.cells[k].stays.astype(float).tolist() if k in self.cells else [] for k in layers
@@ -74,11 +78,15 @@ class Layers(NamedTuple):
 
 def repeated(gated: Gated, columns: Sequence[AxisRow]) -> Layers:
     """The repeated layers; none in a network of few axes and without heads, which columns show better."""
-    found = families((c for c in columns if c.state in ("gated", "closed")), lambda c: c.name, lambda c: c.kind)
+    free = {axis.name for axis in gated.axes if axis.frozen is None}  # what is frozen goes with its block at most
+    shown = [c for c in columns if c.state == "gated" or (c.state == "closed" and c.name in free)]
+    found = families(shown, lambda c: c.name, lambda c: c.kind)
     several = [family for family in found if len(family) > 1]
     if len(columns) <= MANY and all(family[0].kind != "heads" for family in several):
         return Layers()
     cells, stacks = _cells(gated), dict[str, list[Part]]()
+    for before, part in _blocks(gated):
+        stacks.setdefault(before, []).append(part)
     for family in several:
         before, after = _around([row.name for row in family])
         layers = dict(zip(layers_of([row.name for row in family]), family, strict=True))
@@ -92,10 +100,31 @@ def repeated(gated: Gated, columns: Sequence[AxisRow]) -> Layers:
 def _cells(gated: Gated) -> dict[str, Cells]:
     """Of every axis of heads which of them stay, and P(open)."""
     stays, expected = gated.plan(refuse=False).units, None
-    with suppress(NoExpectation):
-        expected = gated.alive()[0].detach().double().cpu().numpy()
+    with suppress(NoExpectation), torch.no_grad():
+        expected = within_blocks(gated)
     places = {axis.name: slice(k, k + axis.size) for axis, k in zip(gated.axes, gated.graph.offsets, strict=False)}
     return {name: Cells(stays[mine], None if expected is None else expected[mine]) for name, mine in places.items()}
+
+
+def _blocks(gated: Gated) -> Iterator[tuple[str, Part]]:
+    """Branches that can go as a whole, with what stands before their layers; those of the same layers are one part."""
+    gates, gone = dict(gated.named_gates()), gated.plan(refuse=False).blocks
+    stays = {p.name: p.block not in gone for p in gated.placements if p.block is not None}
+    found: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for family in families(stays, str):
+        if len(family) > 1:
+            before, after = _around(family)
+            found.setdefault((before, *layers_of(family)), {})[after.removesuffix(".block")] = family
+    for (before, *layers), branches in found.items():
+        rows, cells = {}, {}
+        for layer, names in zip(layers, zip(*branches.values(), strict=True), strict=True):
+            open_ones, prob = np.array([stays[name] for name in names]), None
+            with suppress(NoExpectation), torch.no_grad():
+                prob = np.array([float(gates[name].prob_open()) for name in names])
+            cells[layer], kept = Cells(open_ones, prob), int(open_ones.sum())
+            mean = None if prob is None else float(prob.sum())
+            rows[layer] = AxisRow(f"{before}.{layer}", len(names), mean, kept, "gated" if kept else "closed", None)
+        yield before, Part(", ".join(branches), "blocks", rows, cells, tuple(branches))
 
 
 def _around(names: Sequence[str]) -> tuple[str, str]:
@@ -114,8 +143,14 @@ def _numbers(parts: Sequence[Part]) -> list[str]:
 
 
 def cut(layers: Layers) -> list[tuple[Stack, list[Part]]]:
-    """The stacks with as many of their parts as go beside each other."""
-    return [(s, s.parts[k : k + _ACROSS]) for s in layers.stacks for k in range(0, len(s.parts), _ACROSS)]
+    """The stacks with as many of their parts as go beside each other; blocks need little room."""
+    found = []
+    for stack in layers.stacks:
+        blocks = [part for part in stack.parts if part.kind == "blocks"]
+        others = [part for part in stack.parts if part.kind != "blocks"]
+        for k in range(0, max(1, len(others)), _ACROSS):
+            found.append((stack, blocks * (k == 0) + others[k : k + _ACROSS]))
+    return found
 
 
 def charts(layers: Layers, epoch: float) -> list[Chart]:
@@ -125,25 +160,28 @@ def charts(layers: Layers, epoch: float) -> list[Chart]:
 
 
 def _stack(stack: Stack, parts: Sequence[Part], name: str, epoch: float) -> Chart:
-    places, width = {layer: k for k, layer in enumerate(stack.layers)}, (1 + _GAP) / len(parts)
+    places = {layer: k for k, layer in enumerate(stack.layers)}
+    shares = [_NARROW if part.kind == "blocks" else 1.0 for part in parts]
+    ends = [(1 + _GAP) * sum(shares[:k]) / sum(shares) for k in range(len(parts) + 1)]
     traces: list[dict[str, Any]] = []
     axes: dict[str, Any] = {}
     titles = []
     for k, part in enumerate(parts):
-        x, start = f"x{k + 1}" if k else "x", k * width
+        x, start, end = f"x{k + 1}" if k else "x", ends[k], ends[k + 1] - _GAP
         traces += [{**trace, "xaxis": x} for trace in (_grid if part.cells else _bars)(part, places)]
-        room = 1.28 if part.cells else 1.24  # for the numbers at the right
+        room = 1.28 if part.kind == "heads" else 1.24 if part.kind != "blocks" else 1.0  # for the numbers at the right
         axes[x.replace("x", "xaxis")] = {
             **_PLAIN,
-            "domain": [start, start + width - _GAP],
-            "range": [-0.5, part.dense * room] if part.cells else [0, part.dense * room],
+            "domain": [start, end],
+            "range": [-0.5, part.dense * room - 0.5] if part.cells else [0, part.dense * room],
             "tickvals": [] if part.cells else [0, part.dense],
             "ticktext": [] if part.cells else ["0", f"{part.dense:,}"],
         }
         title = {"x": start, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
-        text = f"<b>{part.kind}</b><br>{escaped(part.name)}"
+        text = "<br>".join((f"<b>{part.kind}</b>", *([] if part.columns else _lines(part.name))))
         titles.append({**title, "text": text, "align": "left", "showarrow": False, "font": {"size": 12}})
     told = [f"{part.kind} of {part.name}, {_said(part)}" for part in parts]
+    above = 1 + max(len(_lines(part.name)) for part in parts)
     where = f" of {stack.name}" if stack.name else ""
     return Chart(
         name,
@@ -152,7 +190,7 @@ def _stack(stack: Stack, parts: Sequence[Part], name: str, epoch: float) -> Char
         f"{epoch:g}.",
         f"Kept in each of {len(stack.layers)} layers{where}: {'; '.join(told)}.",
         traces,
-        height=100 + max(16, min(28, 360 // len(places))) * len(places),
+        height=70 + 15 * above + max(16, min(28, 360 // len(places))) * len(places),
         wide=True,
         **axes,
         yaxis={
@@ -164,15 +202,23 @@ def _stack(stack: Stack, parts: Sequence[Part], name: str, epoch: float) -> Char
         annotations=titles,
         barmode="overlay",
         showlegend=False,
-        margin={"t": 56},
+        margin={"t": 26 + 15 * above},
     )
+
+
+def _lines(name: str) -> list[str]:
+    """A name in lines that a narrow page has room for, cut behind dots."""
+    lines = [""]
+    for part in re.findall(r"[^.]+\.?", name):
+        lines = [*lines[:-1], lines[-1] + part] if len(lines[-1] + part) <= _LONG else [*lines, part]
+    return [escaped(line) for line in lines if line]
 
 
 def _key(parts: Sequence[Part]) -> str:
     """How to read the panels."""
-    words = []
+    words = [f"Blocks: branches as a whole, {part.name}." for part in parts if part.columns]
     if any(part.cells for part in parts):
-        words.append("Squares: heads of attention, the bluer the more likely open (expected); × are not kept.")
+        words.append("Squares are the bluer the more likely open (expected); × are not kept.")
     if any(not part.cells for part in parts):
         words.append("Bars: units of a layer, grey dense and blue kept.")
     return " ".join(words)
@@ -184,7 +230,7 @@ def _said(part: Part) -> str:
 
 
 def _grid(part: Part, places: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """A square for each head."""
+    """A square for each head, or each block."""
     z = np.full((len(places), part.dense), np.nan)
     words = np.full(z.shape, "", dtype=object)
     crosses = []
@@ -193,7 +239,8 @@ def _grid(part: Part, places: Mapping[str, int]) -> Iterator[dict[str, Any]]:
         z[y, : len(cells.shown)] = np.round(100 * cells.shown)
         for head, stays in enumerate(cells.stays.tolist()):
             expected = "" if cells.prob_open is None else f"<br>P(open) = {z[y, head]:.0f} % (expected)"
-            words[y, head] = f"layer {layer}, head {head}: {'kept' if stays else 'gone'}{expected}"
+            what = escaped(part.columns[head]) if part.columns else f"head {head}"
+            words[y, head] = f"layer {layer}, {what}: {'kept' if stays else 'gone'}{expected}"
             crosses += [] if stays else [(head, y)]
     rows = [[None if np.isnan(v) else int(v) for v in row] for row in z.tolist()]
     look = {
@@ -209,7 +256,8 @@ def _grid(part: Part, places: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     marker = {"symbol": "x-thin", "size": 7, "line": {"color": "@muted", "width": 1.5}}
     spots = {"x": [x for x, _ in crosses], "y": [y for _, y in crosses]}
     yield {"type": "scatter", "mode": "markers", **spots, "marker": marker, "hoverinfo": "skip"}
-    yield _counts(part, places, -0.4)
+    if not part.columns:
+        yield _counts(part, places, -0.4)
 
 
 def _bars(part: Part, places: Mapping[str, int]) -> Iterator[dict[str, Any]]:

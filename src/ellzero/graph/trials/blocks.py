@@ -42,15 +42,17 @@ _NORMS = ("batch_norm", "layer_norm", "rms_norm", "group_norm", "instance_norm")
 # A norm that is written out: what comes in through it has the same size whatever the gate, until there is nothing.
 _ROOTS = ("rsqrt", "reciprocal", "pow")
 _KEEPS = KEEPS - {"rms_norm", "norm", "linalg_vector_norm", "var", "std"}
+_GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _CUTS = ("chunk", "split", "split_with_sizes", "unbind")
 
 
 def found(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ...]:
     """The branches that might go as a whole."""
-    branches = list(_Steps(graph.steps, graph.parameters).branches())
+    steps = _Steps(graph.steps, graph.parameters)
+    branches = list(steps.branches())
     if not branches:
         return ()
-    modules = _Modules(model, graph, inputs)
+    modules = _Modules(model, graph, inputs, steps)
     made = [block for own, ends in branches if (block := modules.block(own, ends)) is not None]
     short = Counter(_around(block) for block in made)
     names = [around if short[around := _around(block)] == 1 and around else block.name for block in made]
@@ -73,12 +75,19 @@ class _Steps:
         self.users: list[list[int]] = [[] for _ in steps]
         self.told = [False] * len(steps)  # whether it depends on the input
         seen = [step.is_output for step in steps]
+        steps = self.steps = tuple(replace(s, inputs=tuple(self._past(i, s.module) for i in s.inputs)) for s in steps)
         for k, step in enumerate(steps):
             self.told[k] = step.is_input or any(self.told[i] for i in step.inputs)
         for k in reversed(range(len(steps))):
             for i in steps[k].inputs if seen[k] else ():
                 self.users[i].append(k)
                 seen[i] = True
+
+    def _past(self, i: int, module: str) -> int:
+        """Step `i`, or what it was given if it is a cast of another module: one that changes nothing gives it back."""
+        step = self.steps[i]
+        cast = step.op in ("to", "_to_copy") and step.module and not f"{module}.".startswith(f"{step.module}.")
+        return self._past(step.inputs[0], module) if cast else i
 
     def branches(self) -> Iterator[tuple[set[int], list[str]]]:
         """The steps of each branch, with the parameters that it ends with."""
@@ -136,6 +145,9 @@ class _Steps:
             mine = [tensor for tensor in given if tensor in self.parameters]
             fits = bool(mine) and all(given) and given[0] == mine[0] and own.issuperset(self._at(step, mine))
             return mine if fits else None
+        if step.op in _GROUPED:
+            weight = step.inputs[1]
+            return self.ends(self.steps[weight].inputs[0] if self.steps[weight].op == "transpose" else weight, own)
         if step.op == "addmm":
             parts = [self.ends(i, own) for i in (step.inputs[0], step.inputs[-1]) if self.steps[i].tensor]
             return [name for part in parts for name in part or []] if len(parts) == 2 and all(parts) else None
@@ -147,8 +159,11 @@ class _Steps:
         if (step.op in _SUMS and len(step.inputs) == 2) or step.op in ("cat", "concat"):
             parts = [self.ends(i, own) for i in step.inputs]
             return [name for part in parts for name in part or []] if all(parts) else None
+        if not step.inputs:
+            return None
         cut = step.op.endswith("getitem>") and self.steps[step.inputs[0]].op in _CUTS
-        return self.ends(step.inputs[0], own) if (step.op in _KEEPS or cut) and step.inputs else None
+        begins = step.op in _SUMS and step.numbers[:1] == (0,)  # as `sum` does
+        return self.ends(step.inputs[0], own) if step.op in _KEEPS or cut or begins else None
 
     def _at(self, step: Step, tensors: list[str]) -> set[int]:
         return {i for i in step.inputs if self.steps[i].tensor in tensors}
@@ -157,9 +172,9 @@ class _Steps:
 class _Modules:
     """The modules of a model, the steps that each runs, and what it is given and gives."""
 
-    def __init__(self, model: nn.Module, graph: Graph, inputs: Inputs) -> None:
+    def __init__(self, model: nn.Module, graph: Graph, inputs: Inputs, steps: _Steps) -> None:
         self.model, self.graph = model, graph
-        self.users = _Steps(graph.steps, graph.parameters).users
+        self.users = steps.users
         self.runs: dict[str, set[int]] = defaultdict(set)
         for k, step in enumerate(graph.steps):
             if self.users[k] and not step.is_input and not step.tensor:
