@@ -104,7 +104,8 @@ def variants() -> Iterator[Row]:
 
 def counted(conv1: int, conv2: int, inputs: int, hidden: int) -> dict[str, float]:
     """`at_most` of the parameters of each layer of LeNet-5: those of a network with so many units."""
-    own = {"conv1": 26 * conv1, "conv2": (25 * conv1 + 1) * conv2, "fc1": (inputs + 1) * hidden, "fc2": 10 * hidden + 10}
+    own = {"conv1": 26 * conv1, "conv2": (25 * conv1 + 1) * conv2}
+    own |= {"fc1": (inputs + 1) * hidden, "fc2": 10 * hidden + 10}
     dense = {"conv1": 520, "conv2": 25_050, "fc1": 400_500, "fc2": 5_010}
     return {name: own[name] / whole + 1e-6 for name, whole in dense.items()}
 

@@ -30,6 +30,23 @@ class Named(nn.Module):
         return self.c(input=self.b(torch.tanh(self.b(h))))  # type: ignore[no-any-return]
 
 
+class Adapted(nn.Module):
+    """A linear layer that is frozen, beside a path of low rank that learns: as adapters of PEFT are."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base, self.down = nn.Linear(inputs, outputs), nn.Linear(inputs, 2, bias=False)
+        self.up = nn.Linear(2, outputs, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def adapted() -> nn.Module:
+    return nn.Sequential(Adapted(3, 12), nn.ReLU(), Adapted(12, 10), nn.ReLU(), Adapted(10, 2)).double()
+
+
 def pair(model: nn.Module, x: Tensor, **options: Any) -> tuple[l0.Gated, l0.Gated]:
     """The same gates, in weights and on activations."""
     ours = scattered(l0.attach(model, x, apply="activations", **options))
@@ -42,6 +59,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "LeNet": lambda: (LeNet().double(), torch.randn(2, 1, 14, 14, dtype=torch.float64)),
     "ResNet": lambda: (ResNet().double(), torch.randn(2, 2, 6, 6, dtype=torch.float64)),
     "Blocks": lambda: (replicated.Blocks().double(), torch.randn(4, 8, dtype=torch.float64)),
+    "Adapted": lambda: (adapted(), torch.randn(4, 3, dtype=torch.float64)),
     "Named": lambda: (Named().double(), torch.randn(4, 3, dtype=torch.float64)),
 }
 
@@ -65,6 +83,30 @@ def test_activations_give_what_weights_do(name: str) -> None:
     set_gates(ours, {first: [0, gate.shape[0] - 1]})
     small = l0.compact(ours.eval())
     torch.testing.assert_close(small(x), ours(x), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apply", ["weights", "activations"])
+def test_frozen_weights_stay_while_gates_and_adapters_learn(apply: str) -> None:
+    """The units between layers with adapters are gated, and both paths of a layer lose them."""
+    torch.manual_seed(0)
+    x = torch.randn(16, 3, dtype=torch.float64)
+    gated = l0.attach(adapted(), x, apply=apply).train()
+    assert {gate.shape.numel() for _, gate in gated.named_gates()} == {12, 10, 2}  # and those of low rank
+    frozen = {name: p.clone() for name, p in gated.model.named_parameters() if not p.requires_grad}
+    budget = l0.Budget(gated, macs=0.6, steps=30)
+    optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
+    budget.drive(optimizer)
+    for step in range(30):
+        if step == budget.settles - 1:  # before gates are folded into all weights
+            now = dict(gated.model.named_parameters())
+            assert all(torch.equal(now[name], weight) for name, weight in frozen.items())
+        optimizer.zero_grad()
+        gated(x).square().mean().backward()
+        optimizer.step()
+    small = budget.finish()
+    torch.testing.assert_close(small(x), gated.eval()(x), rtol=1e-10, atol=1e-12)
+    assert small[0].base.weight.shape[0] == small[0].up.weight.shape[0] == small[2].down.weight.shape[1] < 12
 
 
 @pytest.mark.slow
