@@ -240,7 +240,11 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(text: str, message: str, tm
         ("network", "wrn-4-1", 'must be "gpt'),
         ("data", "imagenet", 'must be "mnist", "mnist-split", "mnist5k", "cifar10", "cifar100", "shakespeare"'),
         ("init", 2018, 'must be "2017" or "2018" or "2021"'),
-        ("placement", "weights", 'must be "shrinkable" or "streams" or "per_layer" or "blocks"'),
+        (
+            "placement",
+            "weights",
+            'must be "shrinkable" or "streams" or "whole" or "everything" or "per_layer" or "blocks"',
+        ),
         ("drop_rates", {}, "must be a number for each pattern"),
         ("drop_rates", 0.5, "must be a number for each pattern"),
         ("at_most", 40, "must be a fraction of the dense cost in (0, 1]"),

@@ -19,11 +19,14 @@ import ellzero as l0
 from ellzero.experiments.networks.gpt import GPT
 from ellzero.experiments.networks.resnet import ResNet
 from ellzero.experiments.networks.wide_resnet import WideResNet
+from ellzero.experiments.train.building import architecture
+from ellzero.experiments.train.loop import train_epoch
+from ellzero.experiments.train.trainer import Trainer
 from ellzero.graph.standins import Closed, Nothing
 from ellzero.objectives import costs
 from ellzero.out import shrinking
 from ellzero.out.finalization import refuse_unreachable, revive
-from support import traced
+from support import runs, traced
 from support.branches import Around, Basic, Encoder, Mixture, Refused, times
 from support.loops import driven
 from support.oracles import (
@@ -338,3 +341,35 @@ def test_attention_that_is_gone_counts_in_a_cache(kind: str) -> None:
         begun = small(input_ids=x[:, :3], use_cache=True)
         ended = small(input_ids=x[:, 3:], past_key_values=begun.past_key_values, use_cache=True)
     assert_same(torch.cat([begun.logits, ended.logits], 1), whole)
+
+
+def test_inputs_of_a_closed_block_are_not_picked() -> None:
+    gated = traced.attached(settled(Encoder()), draw(2, 5, 8), where=l0.shrinkable(parts=True, blocks=True)).eval()
+    name = "encoder.layers.0.linear2.block"
+    z = set_gates(gated, {name: [0], "encoder.layers.0.linear1.inputs": [1], "encoder.layers.1.linear1.inputs": [1]})
+    told = {row.name: row for row in l0.report(gated).inputs}
+    assert (told["encoder.layers.0.linear1"].kept, told["encoder.layers.1.linear1"].kept) == (0, 7)
+    p = dict(gated.named_gates())[name].prob_open().item()
+    each = dict(gated.named_gates())["encoder.layers.0.linear1.inputs"].prob_open().sum().item()
+    assert told["encoder.layers.0.linear1"].expected == pytest.approx(p * each)
+    assert z[name] == 0
+    small = l0.compact(gated)
+    with torch.no_grad():
+        assert_same(small(draw(3, 7, 8)), gated(draw(3, 7, 8)))
+    assert_counted(gated, small, (draw(2, 5, 8),))
+
+
+@pytest.mark.slow
+def test_a_recipe_closes_blocks() -> None:
+    """Under a budget that units alone cannot meet: they are gone while it trains on, and where they are counted."""
+    budget = {"at_most": 0.15, "cost": "macs", "dual": "auto", "gate_lr": 0.3, "epochs": 4, "settle_at": 2}
+    recipe = runs.recipe("wrn-10-1", placement="whole", **budget)
+    trainer = Trainer([recipe], runs.images("cifar10"))
+    for _ in range(recipe.epochs):
+        list(train_epoch(trainer))
+    gated = runs.gated_of(trainer)
+    left = architecture(gated)
+    gone = [k for k in range(3) if not left[f"blocks.{k}.block"]]
+    assert gone
+    assert all(left[f"blocks.{k}.conv1"] == 0 for k in gone)
+    assert float(l0.macs(gated, kept=True)) <= 0.15 * l0.dense(l0.macs, gated)

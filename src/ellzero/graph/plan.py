@@ -7,7 +7,7 @@ has layers for it. This file does not know what a gate is: it is told which unit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import Any
@@ -90,6 +90,11 @@ class Plan:
     norms: tuple[Shrunk, ...] = ()
     blocks: frozenset[int] = frozenset()
     gone: dict[str, int] = field(default_factory=dict)
+
+    def without(self, graph: Graph, tensors: Iterable[str]) -> bool:
+        """Whether all of these tensors lie in blocks that are gone."""
+        gone = frozenset[str]().union(*(graph.blocks[b].tensors for b in self.blocks))
+        return gone.issuperset(tensors)
 
     def slice(self, name: str, tensor: Tensor) -> Tensor:
         """What stays of `tensor`, which has the shape of the parameter or buffer `name`: itself, its gradient, its

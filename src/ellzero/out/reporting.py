@@ -13,6 +13,7 @@ from abc import ABC
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Literal, final
 
 import numpy as np
@@ -266,10 +267,17 @@ def _axes(gated: Gated, refusal: str | None) -> tuple[tuple[AxisRow, ...], tuple
     inputs = []
     for number, (tensor, dim, size) in enumerate(census.inputs):
         kept = len(plan.rows[tensor][dim]) if dim in plan.rows.get(tensor, {}) else size
-        mean = None if units is None else float(expected_inputs[number].double().sum())
+        kept = 0 if plan.without(gated.graph, [tensor]) else kept
+        mean = None if units is None else float(expected_inputs[number].double().sum()) * _open(gated, tensor)
         side = "" if (dim,) == gated.graph.reading.get(tensor) else ", outputs"
         inputs.append(Count((tensor.rpartition(".")[0] or tensor) + side, size, mean, kept))
     return tuple(rows), tuple(inputs)
+
+
+def _open(gated: Gated, tensor: str) -> float:
+    """P(the blocks that a tensor lies in are open)."""
+    opens = gated.liveness.open_blocks(gated.prob_open(), gated.tables).tolist()
+    return float(prod(p for p, block in zip(opens, gated.graph.blocks, strict=True) if tensor in block.tensors))
 
 
 def within_blocks(gated: Gated) -> Vector:

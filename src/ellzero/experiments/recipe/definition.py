@@ -106,7 +106,7 @@ class Recipe(Fields):
     @property
     def centres(self) -> bool:
         """Whether LayerNorms are made to subtract no mean, so that streams can shrink."""
-        return self.placement == "streams" and self.facts.centres
+        return self.placement in ("streams", "everything") and self.facts.centres
 
     @property
     def charges(self) -> bool:

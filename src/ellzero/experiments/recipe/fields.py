@@ -100,10 +100,11 @@ class Fields:
     ] = 0.0
     # gates
     placement: Annotated[
-        Literal["shrinkable", "streams", "per_layer", "blocks"] | None,
+        Literal["shrinkable", "streams", "whole", "everything", "per_layer", "blocks"] | None,
         'where gates go: "shrinkable", "streams" for residual streams too (LayerNorms of a transformer then subtract '
-        'no mean: `l0.centred`), "per_layer", or "blocks" for the hidden layer of every block of a WRN, each gate '
-        "counting what makes its map; none for the dense network, trained by the same loop.",
+        'no mean: `l0.centred`), "whole" for whole branches too, "everything" for both, "per_layer", or "blocks" for '
+        "the hidden layer of every block of a WRN, each gate counting what makes its map; none for the dense network, "
+        "trained by the same loop.",
         Rule(
             lambda r: r.placement != "blocks" or r.facts.blocks is not None,
             'must be "shrinkable" or "per_layer" for {network!r}, which has no blocks, got "blocks"',

@@ -42,8 +42,9 @@ def where(recipe: Recipe) -> placements.Where:
     """Where the gates of a recipe go, if it has any: on units, or on single weights, or on both."""
     only = recipe.facts.blocks if recipe.placement == "blocks" else None
     units = placements.per_layer(only=only or "*")
-    if recipe.placement in ("shrinkable", "streams"):
-        units = placements.shrinkable(streams=recipe.placement == "streams")
+    if recipe.placement in ("shrinkable", "streams", "whole", "everything"):
+        whole = recipe.placement in ("whole", "everything")
+        units = placements.shrinkable(streams=recipe.placement in ("streams", "everything"), blocks=whole)
     match recipe.gate:
         case "sparse_vd":
             return _weights
@@ -172,8 +173,8 @@ def architecture(gated: Gated) -> dict[str, int]:
     out = {}
     on_weights = any(gate.per_weight for _, gate in gated.named_gates())
     for placement in placements.per_layer()(graph) if on_weights else gated.placements:
-        if placement.block is not None:
-            out[placement.name] = int(placement.block not in plan.blocks)
+        if placement.block is not None or plan.without(graph, (site.tensor for site in placement.multiplies)):
+            out[placement.name] = int(placement.block not in plan.blocks and placement.block is not None)
             continue
         site, size = placement.multiplies[0], placement.shape[0]
         alone = len(placement.multiplies) == len(site.dims) == 1
