@@ -282,7 +282,7 @@ HEADS = {
     "Llama": ("sdpa", [2]),
     "ViT": ("eager", [4]),
     "Bart": ("sdpa", [4, 4, 4]),
-    "T5": ("eager", [4, 4]),
+    "T5": ("eager", [4, 4, 4]),
 }
 
 

@@ -296,11 +296,10 @@ class _Followed(TorchFunctionMode):
 
 def _by_data(func: Any, args: Any) -> bool:
     """Whether the data tell how many entries come out."""
-    masked = func._schema.name == "aten::index" and any(
-        t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None
-    )
+    if func._schema.name == "aten::index":  # as large as its numbers are many, unless a mask picks
+        return any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None)
     large = func._schema.name in _AS_LARGE_AS_DATA and len(args) < 3  # the other `where` is as large as its arguments
-    return masked or large or not _BY_DATA.isdisjoint(func.tags)
+    return large or not _BY_DATA.isdisjoint(func.tags)
 
 
 def copied(leaf: Any) -> Any:

@@ -23,7 +23,8 @@ from ellzero.graph.rules import SIZED
 
 Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
-_TAKES_SIZES = ("view", "reshape", "expand", "unflatten")
+_MADE_OF_SIZES = ("zeros", "ones")  # of sizes alone
+_TAKES_SIZES = ("view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", *_MADE_OF_SIZES)
 _GROUPS = -1  # in the place of a dimension: a number of groups
 
 
@@ -41,19 +42,26 @@ class _Watch(TorchFunctionMode):
         self.seen: dict[Place, set[tuple[tuple[int, ...], int]]] = defaultdict(set)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "group_norm":
-            groups = args[1] if len(args) > 1 else (kwargs or {}).get("num_groups")
-            if isinstance(groups, _Marked):
-                self.seen[groups.place].add((tuple(out.shape), _GROUPS))
-        elif getattr(func, "__name__", "") in _TAKES_SIZES and isinstance(out, Tensor):
-            given = [a for part in args[1:] for a in (part if isinstance(part, list | tuple) else [part])]
-            first = out.ndim - len(given) if func.__name__ != "unflatten" else 0
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        out = func(*args, **kwargs)
+        if name == "group_norm":
+            self._note(args[1] if len(args) > 1 else kwargs.get("num_groups"), out, _GROUPS)
+        elif name in ("split", "split_with_sizes"):
+            sizes = args[1] if len(args) > 1 else next(v for key, v in kwargs.items() if key != "dim")
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+            for part, size in zip(out, sizes if isinstance(sizes, list | tuple) else [sizes] * len(out), strict=False):
+                self._note(size, part, dim % part.ndim)
+        elif name in _TAKES_SIZES and isinstance(out, Tensor):
+            told = args[name not in _MADE_OF_SIZES :]
+            given = [a for part in told for a in (part if isinstance(part, list | tuple) else [part])]
+            first = out.ndim - len(given) if name != "unflatten" else 0
             for k, size in enumerate(given):
-                if isinstance(size, _Marked):
-                    at = {first + k} if first or func.__name__ != "unflatten" else _alike(out.shape, size)
-                    self.seen[size.place] |= {(tuple(out.shape), d) for d in at}
+                self._note(size, out, *({first + k} if first or name != "unflatten" else _alike(out.shape, size)))
         return out
+
+    def _note(self, size: Any, made: Tensor, *dims: int) -> None:
+        if isinstance(size, _Marked):
+            self.seen[size.place] |= {(tuple(made.shape), d) for d in dims}
 
 
 def _alike(shape: Any, size: int) -> set[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,7 @@ class Ties:
     exposed: list[tuple[Numbers, str]] = field(default_factory=list)  # read, and not zero where nothing writes them
     norms: list[Norm] = field(default_factory=list)  # over atoms
     balances: list[Numbers] = field(default_factory=list)
+    cuts: list[tuple[Numbers, Sequence[int]]] = field(default_factory=list)  # at these places
     placed: list[Numbers] = field(default_factory=list)
     tables: dict[tuple[str, tuple[int, ...], Role], Numbers] = field(default_factory=dict)
     ignored: list[Numbers] = field(default_factory=list)
@@ -67,6 +69,9 @@ class Ties:
         """Atoms of a dimension whose entries are all the same, so that it is as long as what it meets."""
         self.spares.append(self.fresh(size))
         return self.spares[-1]
+
+    def is_spare(self, atoms: Numbers) -> bool:
+        return any(np.isin(atoms, spare).all() for spare in self.spares)
 
     def tie(self, a: Numbers, b: Numbers) -> None:
         """Entry by entry, the atoms of `a` and of `b` are one."""
@@ -144,7 +149,9 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
         return replace(step, made=tuple(made))
 
     norms = {(n.module, n.attribute, n.weight): replace(n, units=unit[root[n.units]]) for n in ties.norms}
-    balances = {(b.shape, b.tobytes()): b for b in (unit[root[atoms]] for atoms in ties.balances)}
+    cuts = ((unit[root[atoms]], places) for atoms, places in ties.cuts)
+    parts = (u.reshape(-1, gcd(len(u), *places)) for u, places in cuts if not _in_shares(u, places))
+    balances = {(b.shape, b.tobytes()): b for b in (*(unit[root[atoms]] for atoms in ties.balances), *parts)}
     return Graph(
         axes=tuple(_numbered_apart(axes)),
         shapes=dict(ties.shapes),
@@ -160,6 +167,17 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
             np.arange(total), unit[root[np.concatenate([a.ravel() for a in ties.placed] or [np.zeros(0, int)])]]
         ),
         norms=tuple(norms.values()),
+    )
+
+
+def _in_shares(units: Numbers, places: Sequence[int]) -> bool:
+    """Whether each part between cuts has its share of each unit, as queries, keys and values of heads in one weight:
+    then whichever units go, the cuts stay at their shares.
+    """
+    whole = np.bincount(units, minlength=units.max() + 1) if (units >= 0).all() else np.zeros(0)
+    parts = np.split(units, [p for p in places if 0 < p < len(units)])
+    return bool(len(whole)) and all(
+        (np.bincount(part, minlength=len(whole)) * len(units) == whole * len(part)).all() for part in parts
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -337,9 +338,11 @@ class _Walk:
             node.meta["ellzero tensor"] = name = self.names[members[node.name]]
             if node.users:
                 self.ties.reached.add(name)
-            carried: dict[Dims, Numbers] = {(d,): self.ties.atoms(name, d) for d in range(value.ndim)}
-            # A buffer cannot be gated, so as a weight it counts as computed; it can be sliced all the same.
+            # A buffer cannot be gated, so as a weight it counts as computed; it can be sliced all the same. The ones in
+            # its shape, as in that of a mask, are no units.
             own = name in self.ties.parameters
+            dims = [d for d, size in enumerate(value.shape) if own or size > 1 or value.ndim == 1]
+            carried: dict[Dims, Numbers] = {(d,): self.ties.atoms(name, d) for d in dims}
             found = Value(tuple(value.shape), carried, f"`{name}`", name if own else None)
             return replace(found, zero="own" if own else "no")
         name = str(node.target)
@@ -391,8 +394,8 @@ def _lay_out(value: Value, there: Mapping[Dims, Any]) -> None:
     """Lays units on the dimensions that they lie on in a larger network: of one head, a reshape sees none."""
     for dims in there:
         for group in [g for g in value.carried if set(g) < set(dims) and max(dims) < value.ndim]:
-            if all(value.shape[d] == 1 for d in dims if d not in group):
-                value.carried[dims] = value.carried.pop(group).reshape([value.shape[d] for d in dims])
+            spread = value.carried.pop(group).reshape([value.shape[d] if d in group else 1 for d in dims])
+            value.carried[dims] = np.array(np.broadcast_to(spread, [value.shape[d] for d in dims]))
 
 
 def _of_data(sizes: Sequence[tuple[Any, ...]], values: Sequence[Value]) -> bool:

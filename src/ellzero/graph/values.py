@@ -138,7 +138,7 @@ def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> 
         meets = [why for theirs, full, why in placed if block not in theirs and full.intersection(block)]
         if meets:
             ties.freeze(met[0], f"it meets {meets[0]}")
-        spare = bool(meets) and any(np.isin(met[0], atoms).all() for atoms in ties.spares)
+        spare = bool(meets) and ties.is_spare(met[0])
         if not meets or (any(shape[d] > 1 for d in block) and not spare):  # a single frozen entry is as good as plain
             carried[block] = met[0]
     return Value(shape, carried, next((v.why for v in values), Value.why))
@@ -220,6 +220,7 @@ def insert(value: Value, dim: int) -> Value:
 
 def concat(ties: Ties, values: Sequence[Value], dim: int, shape: tuple[int, ...]) -> Value:
     """One after the other along `dim`; at the other dimensions units are tied."""
+    values = [v for v in values if v.shape[dim]] or values  # one without entries, as beside all of a head, says nothing
     rest = []
     groups = [v.group(dim) for v in values]
     if groups[0] and all(g == groups[0] for g in groups):  # laid out alike: what lies on other dimensions too stays so
@@ -255,6 +256,8 @@ def reshape(ties: Ties, value: Value, shape: tuple[int, ...]) -> Value:
             carried[tuple(new)] = value.carried[groups[0]]
             continue
         size = prod(value.shape[d] for d in old)
+        if len(groups) > 1:  # what is as long as others want may be a batch beside heads
+            groups.sort(key=lambda g: (ties.is_spare(value.carried[g]) * (1 + (0 in g)), g))
         for g in groups[size <= _LARGEST_JOINT :]:  # the outermost can go as it is, such as heads
             ties.freeze(value.carried[g], "a reshape lays it out together with another axis")
         if size > _LARGEST_JOINT:

@@ -33,6 +33,7 @@ def attention(
     turned = values.permute(k, [*range(k.ndim - 2), k.ndim - 1, k.ndim - 2])
     product = replace(call, shapes=[(*call.shape[:-1], k.shape[-2])])
     scores = matmul(product, q, turned)
+    call.reads += product.reads
     assert isinstance(scores, Value)
     if mask is not None:
         scores = values.elementwise(call.ties, [scores, mask], product.shape)

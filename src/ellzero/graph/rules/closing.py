@@ -34,6 +34,10 @@ def zero(call: Call, args: list[Any], made: Value) -> Zero:
     given = tensors(args)
     if not made.carried or not given:
         return "no"
+    if call.op == "scaled_dot_product_attention":
+        return _contracted(call, None, args[2], made)
+    if call.op in ("matmul", "bmm") and (args[1].source is None or args[1].ndim > 2):
+        return _contracted(call, args[0], args[1], made)
     if call.op in _WEIGHT:
         return _written(call, args, made)
     if call.op in _TERMS:
@@ -85,6 +89,22 @@ def _multiplied(call: Call, given: list[Value], made: Value) -> Zero:
     zeros = [v for v in given if v.zero == "yes"]
     for group, atoms in made.carried.items() if zeros else ():
         if not any(carries(v, group, made) for v in zeros):
+            _expose(call, atoms)
+    return "yes" if zeros else "no"
+
+
+def _contracted(call: Call, a: Value | None, b: Value, made: Value) -> Zero:
+    """A product of activations, such as heads of weights and values: zero along what both have if one of them is. A
+    parameter is zero along what it writes.
+    """
+    given = [v for v in (a, b) if v is not None]
+    alone = len([v for v in given if v.source]) == 1
+    zeros = [v for v in given if v.zero == "yes" or (v.source and alone)]
+    rows, columns = made.ndim - 2, made.ndim - 1
+    for group, atoms in made.carried.items() if zeros else ():
+        inside = {rows, columns} & {*group}
+        may = [v for v in zeros if (columns if v is b else rows) in group or not (inside or v.source)]
+        if not any(carries(v, group, made) for v in may):
             _expose(call, atoms)
     return "yes" if zeros else "no"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ellzero.graph import values
 from ellzero.graph.axes import Numbers
-from ellzero.graph.rules.call import Call, couples, unknown
+from ellzero.graph.rules.call import Call, couples, tensors, unknown
 from ellzero.graph.values import Value
 
 
@@ -37,6 +37,9 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
         return unknown(call, [a, b], f"{call.where} multiplies it with a vector")
     if b.ndim == 2 and b.source is not None:
         return _matrix_product(call, a, b, 0, 1)
+    summed = [v.group(v.ndim + d) for v, d in ((a, -1), (b, -2)) if v.source is None]
+    if len(summed) == 1 and len(summed[0] or ()) < 2:  # units that lie on heads too stay whole
+        return _several_matrices(call, a, b)
     ties = call.ties
     reason = f"{call.where} contracts it with something that is not a parameter"
     # Rows come from the left operand, columns from the right one; the batch dimensions are element-wise. (No dimension
@@ -51,21 +54,54 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     alone = [atoms for dims, atoms in out.carried.items() if dims[0] < len(call.shape) - 2]
     ties.heads.extend(alone)
     ties.attending.extend(alone if a.source is b.source is None else [])
-    # Heads before places: MACs are counted along two axes.
+    _count(call, out, a.shape[-1])
+    return out
+
+
+def _several_matrices(call: Call, a: Value, b: Value) -> Value:
+    """A parameter on the left, or with a matrix for each entry of a batch, as for each of several experts: it reads
+    along what is summed over, and writes along its other dimension.
+    """
+    ties, left = call.ties, a.source is not None
+    x, weight = (b, a) if left else (a, b)
+    into, out, summed = (-1, -2, -2) if left else (-2, -1, -1)
+    reading, writing = (values.solid(ties, weight, weight.ndim + d) for d in (into, out))
+    what = values.single(ties, x, x.ndim + summed)
+    call.reader(weight, reading, what, x)
+    call.writer(weight, writing)
+    other = x.ndim + (-1 if left else -2)
+    batch = values.without(ties, x, [other], f"{call.where} multiplies along it and along another axis")
+    batch = {g: atoms for g, atoms in batch.items() if x.ndim + summed not in g}
+    ones = (Value((*v.shape[:-2], 0, 0), c, v.why, v.source) for v, c in ((x, batch), (weight, weight.carried)))
+    batches = (replace(v, carried={g: t for g, t in v.carried.items() if max(g) < v.ndim - 2}) for v in ones)
+    made = values.elementwise(ties, list(batches), call.shape)
+    ties.heads.extend(made.carried.values())
+    source = ties.shapes[weight.source or ""]
+    call.multiplies(prod(call.shape) * x.shape[summed] / prod(source), replace(weight, shape=source))
+    return replace(made, carried={**made.carried, (len(call.shape) + out,): writing}, why=x.why)
+
+
+def _count(call: Call, out: Value, summed: int) -> None:
+    """MACs of a product that is no parameter's, along two axes at most: heads before places."""
     along = sorted(out.carried.items(), key=itemgetter(0))
     for _, atoms in along[2:]:
-        ties.freeze(atoms, f"{call.where} multiplies along two other axes")
-    sizes = [atoms for _, atoms in along[:2]]
+        call.ties.freeze(atoms, f"{call.where} multiplies along two other axes")
     counted = {d for dims, _ in along[:2] for d in dims}
     plain = [size for d, size in enumerate(call.shape) if d not in counted]
-    call.multiplies(prod(plain) * a.shape[-1], None, *sizes)
-    return out
+    call.multiplies(prod(plain) * summed, None, *(atoms for _, atoms in along[:2]))
 
 
 @couples("addmm", "baddbmm")
 def addmm(call: Call, bias: Value, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     out = matmul(call, a, b)
     return values.elementwise(call.ties, [out, bias], call.shape) if isinstance(out, Value) else out
+
+
+@couples("_grouped_mm")
+def grouped(call: Call, x: Value, weight: Value, *rest: Any) -> list[Value]:
+    call.multiplies(x.shape[0] / (weight.shape[0] if weight.ndim > 2 else 1), weight)
+    why = f'{call.where} takes widths in steps of 16 bytes alone: set `experts_implementation="batched_mm"`'
+    return unknown(call, [x, weight, *tensors(rest)], why)
 
 
 @couples("embedding")
@@ -79,31 +115,57 @@ def embedding(call: Call, weight: Value, index: Value, *_: Any) -> Value:
 
 @couples("einsum")
 def einsum(call: Call, equation: str, operands: list[Value], *_: Any) -> Value | list[Value]:
-    """A product of an activation and a parameter that sums over one letter; all else of it is frozen."""
+    """A product of two: with a parameter, one letter of which reads and others may be written; else as of matrices."""
     spelt = equation.replace(" ", "")
     parts, _arrow, out = spelt.partition("->")
     names = parts.split(",")
-    sizes = {c: n for name, v in zip(names, operands, strict=True) for c, n in zip(name, v.shape, strict=False)}
     known = "->" in spelt and "." not in spelt and all(len(set(name)) == len(name) for name in names)
     if not known or len(operands) != 2:
         return unknown(call, operands, f"{call.where} writes its product in a way that is not followed")
+    sizes = {c: n for name, v in zip(names, operands, strict=True) for c, n in zip(name, v.shape, strict=True)}
     (x, weight), (at, of) = operands, names
     if weight.source is None:
         (weight, x), (of, at) = operands, names
-    summed = [c for c in sizes if c not in out]
-    matrix = weight.source is not None and x.source is None and weight.ndim == 2
-    if not matrix or len(summed) != 1 or {*at} & {*of} != {*summed}:
-        call.multiplies(prod(sizes.values()), None)
-        return unknown(call, operands, f"{call.where} multiplies it with something that is not one matrix")
-    ties, (c,) = call.ties, summed
-    reading = values.solid(ties, weight, of.index(c))
-    call.reader(weight, reading, values.single(ties, x, at.index(c)), x)
-    carried: dict[values.Dims, Numbers] = {}
-    for d, letter in enumerate(out):
-        if letter in at and x.group(at.index(letter)) is not None:
-            carried[(d,)] = values.solid(ties, x, at.index(letter))
-        elif letter in of:
-            carried[(d,)] = values.solid(ties, weight, of.index(letter))
+    if weight.source is not None and x.source is None and not {*at} & {*of} & {*out} and {*at} & {*of}:
+        return _read_by_letters(call, x, weight, at, of, out)
+    for v in operands:
+        for atoms in v.carried.values() if v.source is not None else ():
+            call.ties.use(atoms, "rides")
+    reason = f"{call.where} contracts it with something that is not a parameter"
+    placed = [_by_letters(call, v, name, out, reason) for v, name in zip(operands, names, strict=True)]
+    made = replace(values.elementwise(call.ties, placed, call.shape), why=Value.why)
+    both = {d for d, c in enumerate(out) if all(c in name for name in names)}
+    alone = [atoms for dims, atoms in made.carried.items() if both.intersection(dims)]
+    call.ties.heads.extend(alone)
+    call.ties.attending.extend(alone if not any(v.source for v in operands) else [])
+    _count(call, made, prod(n for c, n in sizes.items() if c not in out))
+    return made
+
+
+def _by_letters(call: Call, v: Value, name: str, out: str, reason: str) -> Value:
+    """An operand as it lies along the output's letters; where it has none of them it meets nothing (a size of 0)."""
+    carried = values.without(call.ties, v, [d for d, c in enumerate(name) if c not in out], reason)
+    placed: dict[values.Dims, Numbers] = {}
+    for dims, atoms in carried.items():
+        order = sorted(dims, key=lambda d: out.index(name[d]))
+        placed[tuple(out.index(name[d]) for d in order)] = atoms.transpose([dims.index(d) for d in order])
+    return Value(tuple(v.shape[name.index(c)] if c in name else 0 for c in out), placed, v.why)
+
+
+def _read_by_letters(call: Call, x: Value, weight: Value, at: str, of: str, out: str) -> Value:
+    """A parameter reads along the first letter that both have and that carries units; the other sums are frozen."""
+    ties, shared = call.ties, [c for c in of if c in at]
+    letter = next((c for c in shared if x.group(at.index(c)) is not None), shared[0])
+    reading, what = values.solid(ties, weight, of.index(letter)), values.single(ties, x, at.index(letter))
+    call.reader(weight, reading, what, x)
+    reason = f"{call.where} sums over it and over another axis"
+    kept = _by_letters(call, replace(x, carried={g: a for g, a in x.carried.items() if at.index(letter) not in g}),
+                       at, out, reason)  # fmt: skip
+    values.freeze(ties, weight, reason, [d for d, c in enumerate(of) if c not in out and c != letter])
+    carried = dict(kept.carried)
+    for d, c in enumerate(out):
+        if c in of:
+            carried[(d,)] = values.solid(ties, weight, of.index(c))
             call.writer(weight, carried[(d,)])
-    call.multiplies(prod(sizes[letter] for letter in at) // sizes[c], weight)
+    call.multiplies(prod(n for c, n in zip(at, x.shape, strict=True) if c not in of), weight)
     return Value(call.shape, carried, x.why)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ellzero.graph import values
+from ellzero.graph.axes import Numbers
 from ellzero.graph.rules.call import SIZED, Call, axis, couples, tensors, unknown
 from ellzero.graph.values import Value
 
@@ -83,9 +84,9 @@ def part(
 
 def _cut(call: Call, x: Value, dim: int, places: Sequence[int]) -> None:
     """A cut at a share of the size, such as its half, is at the same unit again if as many stay in each such part."""
-    atoms, part = x.carried.get((dim,)), gcd(x.shape[dim], *places)
-    if atoms is not None and part < len(atoms):
-        call.ties.balances.append(atoms.reshape(-1, part))
+    atoms = x.carried.get((dim,))
+    if atoms is not None and gcd(x.shape[dim], *places) < len(atoms):
+        call.ties.cuts.append((atoms, places))
 
 
 @couples("chunk", "unsafe_chunk")
@@ -126,10 +127,19 @@ def expand(call: Call, x: Value, *_: Any) -> Value:
     """All entries along a new length are the same: any of them can go with what they meet, as masks do with heads."""
     out = values.elementwise(call.ties, [x], call.shape)
     shift = out.ndim - x.ndim
-    for d, size in enumerate(call.shape if not x.carried else ()):
-        if d and size > 1 and (d < shift or x.shape[d - shift] == 1):
+    for d, size in enumerate(call.shape if all(map(call.ties.is_spare, x.carried.values())) else ()):
+        if size > 1 and (0 < d < shift or (d >= shift and x.shape[d - shift] == 1)):  # a new first one is a batch
             out.carried[(d,)] = call.ties.spare(size)
     return out
+
+
+@couples("zeros", "ones", "new_zeros", "new_ones", sized=True)
+def filled(call: Call, *_: Any) -> Value:
+    """The same everywhere: any entry can go with what it meets, as that of a state that begins with nothing."""
+    carried: dict[values.Dims, Numbers] = {
+        (d,): call.ties.spare(size) for d, size in enumerate(call.shape) if d and size > 1
+    }
+    return Value(call.shape, carried, f"the output of {call.where}")
 
 
 @couples("repeat", "tile", "repeat_interleave")
@@ -137,6 +147,7 @@ def repeat(call: Call, x: Value, times: Any, dim: Any = None, *_: Any) -> Value 
     if call.op == "repeat_interleave":
         if not isinstance(times, int) or not isinstance(dim, int):
             return unknown(call, [x])
+        call.numbers = times, dim  # and not how large it becomes, which follows
         dim = axis(dim, x.ndim)
         return values.take(x, dim, np.repeat(np.arange(x.shape[dim]), times))
     for _new in range(len(call.shape) - x.ndim):
@@ -188,7 +199,8 @@ def picked(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
     carried = values.without(call.ties, x, dims, f"{call.where} picks units by their number")
     shift = len(call.shape) - x.ndim
     carried = {tuple(d + shift * (d > dims[-1]) for d in g): a for g, a in carried.items()}
-    return Value(call.shape, carried, x.why)
+    experts = x.source if dims == [0] and x.ndim == 3 == len(call.shape) else None  # each is still a matrix of its own
+    return Value(call.shape, carried, x.why, experts)
 
 
 @couples("index_add", "index_copy")
@@ -206,9 +218,16 @@ def put(call: Call, x: Value, dim: int, index: Value, source: Value, *_: Any) ->
 
 
 @couples("gather")
-def gathered(call: Call, x: Value, dim: int, index: Value, *_: Any) -> list[Value]:
-    """The index has an entry for every unit, wherever these lie: nothing tells which of them goes with which."""
-    return unknown(call, [x, index], f"{call.where} looks entries up by numbers, of which it has one for each unit")
+def gathered(call: Call, x: Value, dim: int, index: Value, *_: Any) -> Value | list[Value]:
+    """What lies where entries are looked up is frozen. Elsewhere the index meets it entry by entry, and must be the
+    same for all units, as one that was expanded.
+    """
+    dim = axis(dim, x.ndim)
+    if [n for d, n in enumerate(x.shape) if d != dim] != [n for d, n in enumerate(index.shape) if d != dim]:
+        return unknown(call, [x, index], f"{call.where} looks entries up by numbers, which it has for some of them")
+    why = f"{call.where} looks entries up by numbers along it"
+    rest = [Value(call.shape, values.without(call.ties, v, [dim], why), v.why) for v in (index, x)]
+    return values.elementwise(call.ties, rest, call.shape)
 
 
 @couples("im2col", sized=True)

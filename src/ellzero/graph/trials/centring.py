@@ -150,12 +150,12 @@ def _untie(model: nn.Module, tensor: str) -> None:
     """Gives all but the embedding a copy of their own of a weight that they share."""
     held = [name.rpartition(".") for name in places(model)[tensor]]
     writers = [path for path, _, _ in held if isinstance(model.get_submodule(path), nn.Embedding)]
-    if len(writers) != 1 or len(held) < 2:
+    if not writers or len(writers) == len(held):
         raise ValueError(f"`{tensor}` both reads and writes it, and is not shared by an embedding and a layer")
     old = model.get_parameter(tensor)
     new = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
     for path, _, key in held:
-        if path != writers[0]:
+        if path not in writers:
             model.get_submodule(path)._parameters[key] = new
     for config in (vars(m).get("config") for m in model.modules()):
         if config is not None and getattr(config, "tie_word_embeddings", False):

@@ -163,7 +163,8 @@ class Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func))
         sized = name in SIZED or name in ("__getitem__", "__setitem__")
-        numbers = [] if sized else [t for t in flat((args, kwargs)) if isinstance(t, int | float | str)]
+        told = {k: v for k, v in (kwargs or {}).items() if (name, k) != ("repeat_interleave", "output_size")}
+        numbers = [] if sized else [t for t in flat((args, told)) if isinstance(t, int | float | str)]
         out = func(*args, **(kwargs or {}))
         self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
         return out
