@@ -78,6 +78,16 @@ def test_the_readme_has_the_stored_errors_of_ones_own_loop() -> None:
             assert value == round(sum(seeds) / 3, 2), (method, epochs, at_most)
 
 
+def test_the_page_about_architectures_has_what_was_found() -> None:
+    page = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "results" / "benchmarks" / "architectures.json").read_text())["architectures"]
+    assert {row["outcome"] for row in rows.values()} <= {"exact", "refused"}
+    for name, row in rows.items():
+        axes = [str(row.get("kinds", {}).get(kind, "–")) for kind in ("heads", "units", "stream")]
+        share, tokens = f"{100 * row.get('gated', 0):.0f} %", {True: "the same", None: ""}[row.get("tokens")]
+        assert f"| {name} | {' | '.join([share, *axes, row['outcome'], tokens])} |" in page, name
+
+
 # ---- what was measured in a loop of one's own -----------------------------------------------------------------------
 
 WAS = 0.25  # the default of `learning` at the commit of these runs

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -31,6 +32,7 @@ from ellzero.graph.trials.running import turns
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
 OPEN = partial(HardConcreteGate, drop_rate=0.05)
+_REASONS = 6  # that are told why nothing can be gated
 _ONE_AT_A_TIME = threading.Lock()  # torch traces in state that all threads share, as random numbers are
 
 
@@ -97,10 +99,19 @@ def attach(
 
 
 def _refuse_empty(placements: Sequence[Placement], graph: Graph) -> None:
-    if not placements:
-        stream, left_out = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)", "`where` leaves it out"
-        reasons = "; ".join(f"`{a.name}`: {a.frozen or (stream if a.stream else left_out)}" for a in graph.axes)
-        raise ValueError(f"`model` has nothing to gate: {reasons or 'no weight reads what another one writes'}")
+    """Says why, each reason once, with the axis that has most weights first."""
+    if placements:
+        return
+    stream, left_out = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)", "`where` leaves it out"
+    sizes = np.add.reduceat(graph.weight, graph.offsets[:-1]) if graph.axes else np.zeros(0)
+    reasons: dict[str, str] = {}
+    for _, axis in sorted(zip(sizes, graph.axes, strict=True), key=lambda pair: -pair[0]):
+        reasons.setdefault(axis.frozen or (stream if axis.stream else left_out), axis.name)
+    first = [f"`{name}`: {why}" for why, name in reasons.items()][:_REASONS]
+    more = f"; and {len(reasons) - _REASONS} other reasons" if len(reasons) > _REASONS else ""
+    raise ValueError(
+        f"`model` has nothing to gate: {'; '.join(first) or 'no weight reads what another one writes'}{more}"
+    )
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
