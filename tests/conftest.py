@@ -20,7 +20,9 @@ from support import CACHE, into_nothing, processes
 gc.disable()  # until all is imported, of which nothing can be thrown away
 
 # The parent is hypothesis' own choice: random examples at home; the same ones every time where CI is set.
-settings.register_profile("ellzero", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
+settings.register_profile(
+    "ellzero", settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+)
 settings.load_profile("ellzero")
 
 # A shell starts what runs in its background with Ctrl-C ignored, and what a test starts would inherit that.

@@ -41,6 +41,7 @@ def masked_by_units(model: Drawn, gated: l0.Gated, z: dict[str, Tensor]) -> nn.M
     return masked_by_hand(model, factors, {name: {f"layers.{name}": same} for name in factors})
 
 
+KINDS = {"reads", "keeps", "depth", "sum", "into", "scale", "cat", "halves", "shuffle", "flatten", "last", "mean"}
 UNSEEN = "the example input does not show whether the output depends on it"
 
 
@@ -141,12 +142,13 @@ def assert_shrinks_in_steps_as_at_once(model: Drawn, x: Tensor, graph: l0.graph.
 def test_random_networks() -> None:
     """24 of them, each with gates on its residual streams and without; `tools/fuzz.py` draws thousands."""
     seen = {streams: {"compared": 0, "refused": 0, "vanished": 0} for streams in (True, False)}
-    shrunk = []
+    shrunk, kinds = [], set[str]()
 
     @settings(max_examples=24, derandomize=True, database=None, phases=[Phase.generate])
     @given(drawn_networks(), st.integers(0, 2**31))
     def check(model: Drawn, seed: int) -> None:
         settled(model, seed)
+        kinds.update(op for op, *_ in model.program)
         channels, size = model.shapes[0]
         shape = (channels, size, size) if size else (channels,)
         draw = torch.Generator().manual_seed(seed)
@@ -183,3 +185,4 @@ def test_random_networks() -> None:
         assert counts["refused"] >= 1
         assert counts["vanished"] >= 3
     assert len(shrunk) >= 9
+    assert kinds == KINDS

@@ -191,7 +191,7 @@ def drawn_networks(draw: st.DrawFn) -> Drawn:
         elif kind == "pool":
             x = net.add("keeps", draw(st.sampled_from([nn.MaxPool2d, nn.AvgPool2d]))(2), (channels, height // 2), x)
         elif kind == "down":
-            op = draw(st.sampled_from(["flatten", "mean"] + ["last"] * (channels > 1)))
+            op = draw(st.sampled_from(["last"] * (channels > 1) + ["mean", "flatten"]))
             x = net.add(op, None, (channels * (1 if op == "mean" else height**2), 0), x)
     if net.shapes[x][1] and draw(st.booleans()):
         x = net.add("flatten", None, (net.shapes[x][0] * net.shapes[x][1] ** 2, 0), x)
