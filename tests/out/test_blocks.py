@@ -373,3 +373,22 @@ def test_a_recipe_closes_blocks() -> None:
     assert gone
     assert all(left[f"blocks.{k}.conv1"] == 0 for k in gone)
     assert float(l0.macs(gated, kept=True)) <= 0.15 * l0.dense(l0.macs, gated)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_torchs_layers_take_no_shortcut_around_a_branch_that_is_gone(which: int, tmp_path: Path) -> None:
+    def made(seed: int) -> nn.Module:
+        return settled(nn.Sequential(nn.TransformerEncoderLayer(8, 2, 6, batch_first=True), nn.Linear(8, 3)), seed)
+
+    model = made(0)
+    gated = traced.attached(model, draw(2, 5, 8), where=WHOLE).eval()
+    with torch.no_grad():
+        for name, gate in gated.named_gates():
+            gate.log_alpha.fill_(-9.0 if name == wholes(gated)[which] else 9.0)
+    small = l0.compact(gated)
+    hand = times(model, {("0.self_attn", "0.linear2")[which]: torch.zeros(())})
+    l0.save(small, tmp_path / "small.safetensors")
+    with torch.no_grad():  # where torch would take one
+        hand_made = hand(draw(3, 7, 8))
+        assert_same(small(draw(3, 7, 8)), hand_made)
+        assert_same(l0.load(made(1), tmp_path / "small.safetensors")(draw(3, 7, 8)), hand_made)

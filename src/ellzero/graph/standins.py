@@ -181,7 +181,9 @@ def put_nothing(model: nn.Module, path: str, number: int) -> None:
     """Replaces a module of a block that is gone: by a `Closed` with so many outputs if it is a linear layer or a
     convolution, else by a `Nothing` with so many.
     """
-    layer = model.get_submodule(path)
+    layer, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        parent.activation_relu_or_gelu = 0  # so says one with an activation of your own, and takes no shortcut
     if isinstance(layer, CONTRACTING):
         _replace(model, path, Closed(layer, number, silent=True))
     else:

@@ -44,6 +44,8 @@ def layers(model: nn.Module) -> Layers:
             free = _FREE | {"eps"} if isinstance(module, nn.RMSNorm) else _FREE  # it follows the width
             settings = {key: _plain(value) for key, value in vars(module).items() if torchs and key not in free}
             kept = {key: value for key, value in settings.items() if value is not NotImplemented and key[0] != "_"}
+            if not kept.get("activation_relu_or_gelu", 1):  # no shortcut: that of a layer without a branch, for one
+                del kept["activation_relu_or_gelu"]
             # In evaluation all batch norms are one, also those that processes share.
             kind = "BatchNorm" if torchs and isinstance(module, _BatchNorm) else type(module).__name__
             kind = "MultiheadAttention" if isinstance(module, FewerHeads) else kind
