@@ -363,3 +363,28 @@ def test_attach_leaves_no_fake_tensor_in_a_cache() -> None:
         for training in (False, True):
             assert type(ramp(n, training)) is Tensor
             assert ramp(n, training)[-1] == 1
+
+
+@pytest.mark.parametrize("vanished", [False, True])
+def test_another_way_at_the_widths_that_are_left_is_refused_where_the_example_hides_it(vanished: bool) -> None:
+    """No trial of `attach` met sixteen units. A layer that goes as a whole beside it does not hide it."""
+
+    def forward(m: Any, x: Tensor, k: Tensor) -> Tensor:
+        h = m.up(x).relu()
+        other = h.flip(1) if h.shape[1] == int(m.width) else h.sin()
+        h = torch.where(k[:, None] > 0, h, other)
+        return m.down(h + m.out(m.into(h).relu()))
+
+    model = settled(
+        net(forward, up=nn.Linear(4, 24), down=nn.Linear(24, 3), into=nn.Linear(24, 5), out=nn.Linear(5, 24)).double()
+    )
+    model.width = "16"  # hidden from what looks for sizes that modules store
+    gated = l0.attach(model, (torch.randn(2, 4).double(), torch.ones(2)), where=l0.shrinkable(streams=True))
+    names = {axis.size: axis.name for axis in gated.axes if axis.frozen is None}
+    beside = {names[5]: list(range(5))} if vanished else {}
+    others = torch.randn(4, 4).double(), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    set_gates(gated, {names[24]: list(range(9)), **beside})  # fifteen are left
+    assert_same(l0.compact(gated)(*others), gated.eval()(*others))
+    set_gates(gated, {names[24]: list(range(8)), **beside})
+    with pytest.raises(CompactionError, match="its forward calls `flip`, with all units `sin`"):
+        l0.compact(gated)

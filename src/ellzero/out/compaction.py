@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from contextlib import suppress
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from ellzero import gates as gt
 from ellzero.gated.base.sharding import is_sharded
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
-from ellzero.graph.plan import Plan
-from ellzero.graph.tracing import Inputs, first_line, progress, telling
+from ellzero.graph.plan import Plan, make_plan
+from ellzero.graph.tracing import Inputs, first_line, progress, run, run_hollow, telling
 from ellzero.graph.trials.fingerprint import note_example
-from ellzero.graph.trials.running import agree, enough, first_examples, outputs, stirred, watched
+from ellzero.graph.trials.running import agree, enough, first_examples, leads, lean, outputs, stirred, watched
 
 TOLERANCE = 1e-12  # of the largest output, in float64
 
@@ -137,10 +138,36 @@ def _prove(gated: Gated, plan: Plan) -> None:
                 problem = error
                 continue
             proof.compare()
+            _refuse_other_way(gated, plan, inputs)
             return
     assert problem is not None
     what = "the gated network itself does not run on its example input, so that `compact` can prove nothing"
     raise CompactionError(f"{what} ({first_line(problem)}); `verify=False` leaves the proof out") from problem
+
+
+def _refuse_other_way(gated: Gated, plan: Plan, inputs: Inputs) -> None:
+    """Refuses a model whose forward calls other functions at the widths that are left, which the example may hide
+    behind a `where`: by a branch on whether three divide a width, say. Trials of `attach` may have met other widths.
+    """
+    units = plan.units.copy()  # one stays of each axis, so that every layer is there
+    for axis, start in zip(gated.graph.axes, gated.graph.offsets, strict=False):
+        units[start] |= not units[start : start + axis.size].any()
+    whole = lean(gated.model if gated.taken is None else gated.expanded().model)
+    small = lean(whole)
+    make_plan(gated.graph, units, refuse=False).apply(small)
+    if [type(m) for m in whole.modules()] != [type(m) for m in small.modules()]:
+        return  # one of ours stands for a layer, and calls what it calls
+    for runs in (run_hollow, run):
+        try:
+            ways = [leads(model, inputs, runs) for model in (whole, small)]
+        except Exception:  # so few units it does not take, and need not
+            return
+        if None not in ways:
+            break
+    for before, after in zip_longest(*(way or [] for way in ways), fillvalue=("", 0)):
+        if before[0] != after[0]:
+            what = f"with these widths its forward calls `{after[0] or 'nothing'}`, with all units `{before[0]}`"
+            raise CompactionError(f"the compact network may differ from the gated one on other inputs: {what}")
 
 
 class _Proof:

@@ -85,15 +85,15 @@ def turns(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
     """Runs the model on the example. What comes back asks what makes it take another way, and says so in words:
     "a batch of 1", "4 instead of 3".
     """
-    usual = _leads(model, inputs, run)
+    usual = leads(model, inputs, run)
 
     def ask() -> tuple[str, ...]:
         found = []
         for what, other in _others(inputs):
             try:
-                if _leads(model, other, run_hollow) == usual:
+                if leads(model, other, run_hollow) == usual:
                     continue
-                if all(_leads(model, other, run) != usual for _ in range(2)):  # the first time it may fill a cache
+                if all(leads(model, other, run) != usual for _ in range(2)):  # the first time it may fill a cache
                     found.append(what)
             except Exception:  # it takes no such input
                 continue
@@ -117,8 +117,10 @@ def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
             yield f"{number} instead of {leaf}", tree_unflatten([*leaves[:k], number, *leaves[k + 1 :]], spec)
 
 
-def _leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs], Any]) -> list[tuple[str, int]] | None:
-    """The way that a forward takes; None where one without numbers does not show it."""
+def leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs], Any]) -> list[tuple[str, int]] | None:
+    """The way that a forward takes: which functions it calls, one after the other. None where one without numbers does
+    not show it.
+    """
     try:
         with mode(model, training=False), Calls() as calls, torch.no_grad():
             runs(model, inputs)
