@@ -48,6 +48,7 @@ class Ties:
     leaves: int = 0  # bit set of the steps that are inputs and parameters
     like: tuple[Step, ...] = ()  # the forward of a larger network, whose lone units are laid out as there
     contracting: int = 0  # bit set of the steps that multiply and add up, as a weight does
+    bending: int = 0  # bit set of the steps that are not linear, as an activation is
 
     def __post_init__(self) -> None:
         for name, shape in self.shapes.items():

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.recording import Members, copied, recorded, walked
 from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
+from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
 from ellzero.graph.ties import Ties, unify
 from ellzero.graph.values import Dims, Value, freeze
@@ -249,7 +250,7 @@ class _Walk:
         nodes = list(graph.nodes)
         self.index = {node: number for number, node in enumerate(nodes)}
         self.seen, self.norms = _seen(graph), written_out(graph, {k: self.names[name] for k, name in members.items()})
-        self.ties.contracting = 0
+        self.ties.contracting = self.ties.bending = 0
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
         for number, node in enumerate(nodes):
             if time.monotonic() > self.deadline:
@@ -371,6 +372,7 @@ class _Walk:
                 value.step, value.ancestors = number, ancestors
         call = node.meta.get("ellzero") or Call(self.ties, str(node.target), "", [], 1)
         self.ties.contracting |= call.contracts << number
+        self.ties.bending |= (call.op in BENDING) << number
         if not training:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
             fed = tuple(self.index[n] for n in node.all_input_nodes)

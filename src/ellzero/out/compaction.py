@@ -24,7 +24,18 @@ from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan, make_plan
 from ellzero.graph.tracing import Inputs, first_line, progress, run, run_hollow, telling
 from ellzero.graph.trials.fingerprint import note_example
-from ellzero.graph.trials.running import agree, enough, first_examples, leads, lean, outputs, stirred, watched
+from ellzero.graph.trials.running import (
+    agree,
+    enough,
+    first_examples,
+    is_large,
+    leads,
+    lean,
+    outputs,
+    seeded,
+    stirred,
+    watched,
+)
 
 TOLERANCE = 1e-12  # of the largest output, in float64
 
@@ -152,14 +163,18 @@ def _refuse_other_way(gated: Gated, plan: Plan, inputs: Inputs) -> None:
     units = plan.units.copy()  # one stays of each axis, so that every layer is there
     for axis, start in zip(gated.graph.axes, gated.graph.offsets, strict=False):
         units[start] |= not units[start : start + axis.size].any()
-    whole = lean(gated.model if gated.taken is None else gated.expanded().model)
+    whole = gated.model if gated.taken is None else gated.expanded().model
+    whole = lean(whole) if is_large(whole) else copy.deepcopy(whole)  # a forward may change a weight: an embedding's
+    if any(getattr(module, "max_norm", None) is not None for module in whole.modules()):
+        return
     small = lean(whole)
     make_plan(gated.graph, units, refuse=False).apply(small)
     if [type(m) for m in whole.modules()] != [type(m) for m in small.modules()]:
         return  # one of ours stands for a layer, and calls what it calls
     for runs in (run_hollow, run):
         try:
-            ways = [leads(model, inputs, runs) for model in (whole, small)]
+            with seeded(whole):
+                ways = [leads(model, inputs, runs) for model in (whole, small)]
         except Exception:  # so few units it does not take, and need not
             return
         if None not in ways:

@@ -17,6 +17,7 @@ sin cos tan asin acos atan sinh cosh erf erfc clamp clamp_min clamp_max clip sig
 ceil round trunc frac reciprocal nan_to_num logical_not bitwise_not isnan isinf isfinite
 positive zeros_like ones_like full_like empty_like fill zero
 fake_quantize_per_tensor_affine"""
+BENDING = frozenset(UNARY.split())  # but for a few
 DRAWN = "rand_like randn_like bernoulli"
 DRAWN_IN_TRAINING = "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout rrelu"
 BINARY = """mul multiply div divide true_divide floor_divide remainder fmod maximum minimum fmax fmin eq ne lt le gt ge
@@ -50,12 +51,12 @@ def addition(call: Call, a: Any, b: Any, *_: Any) -> Value:
     out = values.elementwise(call.ties, tensors((a, b)), call.shape)
     if not (isinstance(a, Value) and isinstance(b, Value)):
         return out
-    weighed = [x.lineage & ~y.lineage & call.ties.contracting for x, y in ((a, b), (b, a))]
-    if a.lineage & b.lineage & ~call.ties.leaves and any(weighed) and not all(weighed):
-        # Both were computed from one activation, a weight on one of the ways alone, and are added up: a residual
-        # stream. With weights on both ways it is a layer in two parts: one with an adapter, say.
+    ways, ties = [x.lineage & ~y.lineage for x, y in ((a, b), (b, a))], call.ties
+    parts = all(way & ties.contracting and not way & ties.bending for way in ways)  # of one layer: an adapter, say
+    if a.lineage & b.lineage & ~ties.leaves and (ways[0] | ways[1]) & ties.contracting and not parts:
+        # Both were computed from one activation, a weight on one of the ways, and are added up: a residual stream.
         both = [g for g in out.carried if values.carries(a, g, out) and values.carries(b, g, out)]
-        call.ties.streams.extend(out.carried[g] for g in both)
+        ties.streams.extend(out.carried[g] for g in both)
     return out
 
 
