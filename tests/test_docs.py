@@ -130,11 +130,12 @@ def test_the_page_about_choosing_has_the_stored_errors() -> None:
 
 def test_the_page_about_choosing_has_the_stored_times() -> None:
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
-    stored = json.loads((ROOT / "results" / "benchmarks" / "latency_budget_cpu.json").read_text(encoding="utf-8"))
-    for row in stored["predict"]:
-        errors = " | ".join(f"{100 * row[key]:.1f} %" for key in ("median_error", "worst_error"))
-        end = f"| {row['batch']} | {row['networks']} | {errors} | {100 * row['median_error_of_macs']:.0f} % |"
-        assert end in page, row["network"]
+    for file, device in (("latency_budget_cuda", "H200"), ("latency_budget_cpu", "CPU")):
+        stored = json.loads((ROOT / "results" / "benchmarks" / f"{file}.json").read_text(encoding="utf-8"))
+        for row in stored["predict"]:
+            errors = " | ".join(f"{100 * row[key]:.1f} %" for key in ("median_error", "worst_error"))
+            start = f"| {device}, {row['batch']:,} | {row['networks']} | {row['took_s']:.0f} | {errors}"
+            assert f"{start} | {100 * row['median_error_of_macs']:.0f} % |" in page.replace("*", ""), row["network"]
     for row in stored["train"]["rows"]:
         cells = f"| {row['error']:.1f} % | {row['macs']:.3f} | {row['predicted']:.3f} | {row['measured']:.3f} |"
         assert f"| `{row['cost']}={row['at_most']}`, seed {row['seed']} {cells}" in page, row
