@@ -238,7 +238,7 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(text: str, message: str, tm
         ("network", "resnet", 'must be "gpt-LAYERS-HEADS-WIDTH"'),
         ("network", "wrn-27-10", 'must be "gpt'),
         ("network", "wrn-4-1", 'must be "gpt'),
-        ("data", "imagenet", 'must be "mnist", "mnist-split", "mnist5k", "cifar10", "cifar100", "shakespeare"'),
+        ("data", "imagenet", 'must be "mnist", "mnist-split", "mnist5k", "cifar10", "cifar10-split", "cifar100"'),
         ("init", 2018, 'must be "2017" or "2018" or "2021"'),
         (
             "placement",

@@ -38,6 +38,7 @@ TRAINED = [
     "frontier-split",
     "gpt-shakespeare",
     "vit-cifar10",
+    "vit-split",
 ]
 
 
@@ -52,6 +53,7 @@ def test_each_file_that_defines_a_study_is_found_under_its_own_name() -> None:
         "arena_split",
         "frontier_split",
         "vit_cifar10",
+        "vit_split",
     }  # two
     assert {n for n, s in known().items() if s.rows} == set(TRAINED)
     for name, study in known().items():

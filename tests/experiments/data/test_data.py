@@ -408,7 +408,7 @@ def test_cifar_from_files(
 def test_an_unknown_data_set() -> None:
     with pytest.raises(
         ValueError,
-        match=r"`name` must be one of mnist, .*, cifar10, cifar100, .*, got 'cifar-10'; did you mean 'cifar10'",
+        match=r"`name` must be one of mnist, .*, cifar10, .*, cifar100, .*, got 'cifar-10'; did you mean 'cifar10'",
     ):
         load("cifar-10")
 

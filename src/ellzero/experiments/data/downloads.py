@@ -77,6 +77,15 @@ class Facts(NamedTuple):
     def is_text(self) -> bool:
         return len(self.shape) == 1
 
+    def held_out(self, count: int) -> Facts:
+        """The same with its last training images to test on: to choose settings by."""
+
+        def read(found: Sequence[tuple[bytes, str]]) -> Split:
+            x, y, _, _ = self.read(found)
+            return x[:-count], y[:-count], x[-count:], y[-count:]
+
+        return self._replace(read=read)
+
 
 def data_folder(data_dir: str | os.PathLike[str] | None = None) -> Path:
     """The folder that data files are looked up in and downloaded to: `data_dir`, else what `$ELLZERO_DATA` names, else

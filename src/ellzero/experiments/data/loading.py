@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ellzero.experiments.data.catalogue.cifar import CIFAR_10, CIFAR_100
+from ellzero.experiments.data.catalogue.cifar import CIFAR_10, CIFAR_10_SPLIT, CIFAR_100
 from ellzero.experiments.data.catalogue.mnist import MNIST, MNIST5K, MNIST_SPLIT
 from ellzero.experiments.data.catalogue.shakespeare import SHAKESPEARE, SONNETS, TINY
 from ellzero.experiments.data.datasets import Dataset, Tensors
@@ -21,7 +21,8 @@ from ellzero.experiments.data.downloads import Facts, contents, data_folder
 from ellzero.experiments.data.importing import OwnError
 from ellzero.experiments.data.own import is_own, load_own
 
-KNOWN = {"mnist": MNIST, "mnist-split": MNIST_SPLIT, "mnist5k": MNIST5K, "cifar10": CIFAR_10, "cifar100": CIFAR_100}
+KNOWN = {"mnist": MNIST, "mnist-split": MNIST_SPLIT, "mnist5k": MNIST5K}
+KNOWN |= {"cifar10": CIFAR_10, "cifar10-split": CIFAR_10_SPLIT, "cifar100": CIFAR_100}
 KNOWN |= {"shakespeare": SHAKESPEARE, "tinyshakespeare": TINY, "sonnets": SONNETS}
 
 
@@ -34,11 +35,11 @@ def load(
     """Loads a data set onto a device.
 
     Args:
-        name: "mnist", "cifar10", "cifar100" (its 100 fine classes); "mnist-split", which has the last 10,000 of MNIST's
-            training images to test on, to choose settings by; or "mnist5k": 4,000 + 1,000 images of MNIST's training
-            set that come with the library; text: "shakespeare", all works, "tinyshakespeare", the file of nanoGPT, or
-            "sonnets", 32 of them that come with the library; or data of your own: `MODULE:FUNCTION`, which gives
-            two data sets, `FILE.npz`, or a folder of images.
+        name: "mnist", "cifar10", "cifar100" (its 100 fine classes); "mnist-split" and "cifar10-split", which have the
+            last 10,000 and 5,000 training images to test on, to choose settings by; "mnist5k": 4,000 + 1,000 images of
+            MNIST's training set that come with the library; text: "shakespeare", all works, "tinyshakespeare", the file
+            of nanoGPT, or "sonnets", 32 of them that come with the library; or data of your own: `MODULE:FUNCTION`,
+            which gives two data sets, `FILE.npz`, or a folder of images.
         data_dir: the folder that files are looked up in, and downloaded to where they are missing: `mnist/` with the
             four idx `.gz` files, `cifar-10-batches-bin/` and `cifar-100-binary/` with the `.bin` files, or the archives
             `cifar-10-binary.tar.gz` and `cifar-100-binary.tar.gz`; `tinyshakespeare/input.txt`; and the source package

@@ -65,6 +65,7 @@ CIFAR_10 = _facts(
     mean=(125.3, 123.0, 113.9),
     std=(63.0, 62.1, 66.7),
 )
+CIFAR_10_SPLIT = CIFAR_10.held_out(5_000)
 CIFAR_100 = _facts(
     ("cifar-100-binary.tar.gz", 168_513_733, "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"),
     "cifar-100-binary",

@@ -20,7 +20,6 @@ _MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
-_HELD_OUT = 10_000  # of the training images, the last ones, which "mnist-split" has to test on
 _TRAINED_ON = 400  # of the 500 images of each digit that come with the library; the others are to test on
 
 
@@ -60,15 +59,7 @@ def _read(found: Sequence[tuple[bytes, str]]) -> Split:
 
 
 MNIST = Facts((1, 28, 28), tuple("0123456789"), mean=(0.1307,), std=(0.3081,), read=_read, files=_FILES)
-
-
-def _read_split(found: Sequence[tuple[bytes, str]]) -> Split:
-    train_x, train_y, _, _ = _read(found)
-    return train_x[:-_HELD_OUT], train_y[:-_HELD_OUT], train_x[-_HELD_OUT:], train_y[-_HELD_OUT:]
-
-
-# To choose settings by: no image to test on is looked at.
-MNIST_SPLIT = MNIST._replace(read=_read_split)
+MNIST_SPLIT = MNIST.held_out(10_000)
 
 
 def _read_part(_: Sequence[tuple[bytes, str]]) -> Split:
