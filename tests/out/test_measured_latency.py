@@ -295,6 +295,25 @@ def test_what_no_table_tells_is_measured_when_gates_settle(bound: float) -> None
     assert by_clock == pytest.approx(0.2, rel=0.02) if bound == 0.2 else 0.26 < by_clock < 0.3
 
 
+def wide_stairs(x: int, y: int) -> float:
+    return 0.5 + 0.003 * (-(-x // 32) * 32) * (-(-y // 32) * 32)
+
+
+class FastSteps(Timed):
+    """A staircase, whose small layers have a kernel of their own."""
+
+    seconds: Seconds = staticmethod(lambda x, y: wide_stairs(x, y) * (0.4 if x < 80 and y < 80 else 1.0))
+
+
+@pytest.mark.parametrize("bound", [0.15, 0.2])
+def test_a_bound_is_met_beyond_steps_that_are_far_by_the_table(bound: float) -> None:
+    """The first aims beyond what was timed give the same network again, which takes half of what it may."""
+    gated = chain(FastSteps, 8, 96, 96, 4)
+    whole, latency = takes(gated.model, 8), l0.Latency.measure(gated, clock=clock)
+    small = trained(gated, l0.Budget(gated, {l0.Latency(latency.table, clock): bound}, steps=40))
+    assert 0.94 * bound < takes(small, 8) / whole <= 1.02 * bound
+
+
 def test_on_a_staircase_widths_go_to_the_edge_of_a_step() -> None:
     gated, latency = chain(Stepped), measured(Stepped)
     whole = takes(gated.model, 8)

@@ -234,15 +234,15 @@ def _transformers() -> Iterable[Recipe]:
     vit = Recipe.from_dict({**what, **steps, **images, "placement": None, "init": "own", "dropout": 0.1})
     yield vit
     for percent in (50, 30):
-        yield _within(vit, percent)
+        yield _within(vit, percent, learning=0.1)  # by `vit-split`
 
 
-def _within(dense: Recipe, percent: int) -> Recipe:
-    """The recipe with so many percent of the MACs."""
+def _within(dense: Recipe, percent: int, learning: float = LEARNING) -> Recipe:
+    """The recipe with so many percent of the MACs; gates learn for a share of the epochs."""
     gates = {"placement": "streams", "drop_rates": {"*": 0.05}, "gate_lr": "auto", "decay_gates": False}
     target = {"cost": "macs", "at_most": percent / 100, "on": "kept", "target_warmup": FALLING, "finalize": True}
     kind, _, rest = dense.name.partition("-")
-    settles = {"settle_at": max(1, round(LEARNING * dense.epochs))}
+    settles = {"settle_at": max(1, round(learning * dense.epochs))}
     return dense.override(name=f"{kind}-{percent}-{rest}", **gates, **target, **settles)
 
 

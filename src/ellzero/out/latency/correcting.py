@@ -20,23 +20,31 @@ from torch import Tensor
 from ellzero.gated.module import Gated
 from ellzero.out.latency.cost import Latency
 
-CLOSE, ROUNDS = 0.02, 6  # what a time may miss its bound by, of the bound; networks that are timed at most
+CLOSE = 0.02  # what a time may miss its bound by, of the bound
+ROUNDS, CHOICES = 8, 24  # networks that are timed at most; and that are chosen, some of which come again
 
 
 class _Tried(NamedTuple):
-    """A network that was timed: what it misses its bounds by, its units, and the factors that it was chosen by."""
+    """A network that was timed: what it misses its bounds by, its units, and the aims that it was chosen by."""
 
     miss: float
     opens: Tensor
-    factors: list[float]
+    aims: list[float]
 
 
 class _Aim:
-    """Where to aim with a table so that the clock says `most`: between what was measured for other aims."""
+    """Where to aim with a table so that the clock says `most`. All aims are by the table as it was at first.
+
+    Attributes:
+        aim: where it aims now.
+        low, high: an aim that gives a network within the bound, and one from which on networks take too long.
+        seen: what was measured of each network that was timed, and what the table says of it.
+    """
 
     def __init__(self, cost: Latency, most: float) -> None:
         self.cost, self.most, self.factor = cost, most, cost.table.factor
-        self.seen: list[tuple[float, float]] = []  # what was measured, and as the table said it at first
+        self.aim, self.low, self.high = most, 0.0, 1.0
+        self.seen: list[tuple[float, float]] = []
 
     def look(self, gated: Gated) -> float:
         """Times the network, and tells by what share of the bound it misses; 0 where that cannot be measured.
@@ -49,22 +57,30 @@ class _Aim:
         told = float(self.cost(gated, kept=True)) / self.cost.table.seconds
         self.seen.append((share, 1 - (1 - told) * self.factor / self.cost.table.factor))
         off = share / self.most - 1
-        return 1 + off if off > CLOSE else abs(off)
+        if off > CLOSE:
+            self.high = min(self.high, self.seen[-1][1])
+            return 1 + off
+        self.low = max(self.low, self.aim)
+        return abs(off)
 
     def move(self) -> None:
-        """Aims between two networks that were timed, or beyond them in proportion, but not beyond the dense one."""
-        if not self.seen:
-            return
+        """Aims between two networks that were timed, or beyond them in proportion, but never where it has been."""
         shares, told = zip(*sorted(self.seen), strict=True)
         end = 0 if self.most < shares[0] else -1
         aim = float(np.interp(self.most, shares, told))
         if not shares[0] <= self.most <= shares[-1]:
-            aim = min(told[end] * self.most / shares[end], (1 + told[end]) / 2)
-        if aim < 1:
-            self.take(self.factor * (1 - self.most) / (1 - aim))
+            aim = told[end] * self.most / shares[end]
+        self.take(aim if self.low < aim < self.high else (self.low + self.high) / 2)
 
-    def take(self, factor: float) -> None:
-        self.cost.take(replace(self.cost.table, factor=factor))
+    def move_on(self) -> None:
+        """Aims half-way to what takes too long: the same network came again, as on a step of a staircase."""
+        self.low = max(self.low, self.aim)
+        self.take((self.low + self.high) / 2)
+
+    def take(self, aim: float) -> None:
+        """Goes on with a table that calls the bound what it calls the aim now."""
+        self.aim = aim
+        self.cost.take(replace(self.cost.table, factor=self.factor * (1 - self.most) / (1 - aim)))
 
 
 def chosen_by_the_clock(gated: Gated, bounds: Mapping[Any, Any], choose: Callable[[], None]) -> None:
@@ -77,25 +93,29 @@ def chosen_by_the_clock(gated: Gated, bounds: Mapping[Any, Any], choose: Callabl
     """
     aims = [_Aim(cost, most) for cost, most in bounds.items() if isinstance(cost, Latency) and isinstance(most, float)]
     before, tried = copy.deepcopy(gated.gates.state_dict()), list[_Tried]()
-    while aims and len(tried) < ROUNDS:
+    for _ in range(CHOICES if aims else 0):
         try:
             choose()
         except ValueError:  # out of reach, by the last aim
             if not tried:
                 raise
             break
-        opens, factors = gated.opens().cpu(), [aim.cost.table.factor for aim in aims]
-        if any(torch.equal(opens, one.opens) for one in tried):
-            break
-        tried.append(_Tried(max(aim.look(gated) for aim in aims), opens, factors))
-        if tried[-1].miss <= CLOSE:
+        opens = gated.opens().cpu()
+        again = any(torch.equal(opens, one.opens) for one in tried)
+        if not again:
+            tried.append(_Tried(max(aim.look(gated) for aim in aims), opens, [aim.aim for aim in aims]))
+        if (
+            len(tried) == ROUNDS
+            or tried[-1].miss <= CLOSE
+            or all(aim.high - aim.low < CLOSE * aim.most for aim in aims)
+        ):
             break
         for aim in aims:
-            aim.move()
+            aim.move_on() if again else aim.move()
         gated.gates.load_state_dict(before)
     if tried:
-        for aim, factor in zip(aims, min(tried, key=lambda one: one.miss).factors, strict=True):
-            aim.take(factor)
+        for aim, at in zip(aims, min(tried, key=lambda one: one.miss).aims, strict=True):
+            aim.take(at)
         gated.gates.load_state_dict(before)
     choose()
 
