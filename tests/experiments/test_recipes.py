@@ -296,7 +296,7 @@ def test_a_wrong_value_under_a_pattern_names_the_pattern() -> None:
         (
             "wrn-cifar10",
             {"data": "mnist5k"},
-            "`data` must be \"cifar10\" or \"cifar10-split\" or \"cifar100\" for 'wrn-28-10', got 'mnist5k'",
+            '`data` must be "cifar10" or "cifar10-split" or "cifar100" for \'wrn-28-10\', got \'mnist5k\'',
         ),
         ("gallego-mlp", {"dropout": 0.3}, "`dropout` must be 0.0 for 'lenet300', which has none, got 0.3"),
         ("louizos-mlp", {"finalize": True}, "`finalize` must be false without `at_most`, its target, got true"),
