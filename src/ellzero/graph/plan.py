@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.resizing import resize
-from ellzero.graph.standins import put_closed, put_nothing, put_scatter, put_select
+from ellzero.graph.standins import SLIM, put_closed, put_nothing, put_scatter, put_select, put_slim
 
 Mask = npt.NDArray[np.bool_]
 
@@ -148,8 +148,8 @@ class Plan:
         """Carries the plan out on `model`, in place: slices every tensor, then brings the modules in line."""
         modules = dict(model.named_modules(remove_duplicate=False))
         self._change(modules, self.left)
-        for (path, attribute), (_, size) in self.sizes.items():
-            setattr(modules[path], attribute, size)
+        for (path, attribute), (was, size) in self.sizes.items():
+            _set_size(modules[path], attribute, was, size)
         self._set_eps(modules, self.norms)
         for name, index in self.selects.items():
             put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
@@ -182,7 +182,7 @@ class Plan:
 
         self._change(modules, back)
         for (path, attribute), (size, _) in self.sizes.items():
-            setattr(modules[path], attribute, size)
+            _set_size(modules[path], attribute, size, size)
         self._set_eps(modules, [n.back() for n in self.norms])
 
     def _set_eps(self, modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
@@ -214,6 +214,13 @@ class Plan:
                     touched[id(module)] = module
         for module in touched.values():
             resize(module)
+
+
+def _set_size(module: nn.Module, attribute: str, was: int, size: int) -> None:
+    if attribute == SLIM:
+        put_slim(module, was, size)
+    else:
+        setattr(module, attribute, size)
 
 
 def _format(tensor: Tensor) -> torch.memory_format:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Step, Stored
 from ellzero.graph.resizing import resizer
 from ellzero.graph.rules import SIZED
+from ellzero.graph.standins import SLIM
 
 Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
@@ -108,6 +109,20 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
         channels: Any = model.get_submodule(s.module).num_channels
         out.append(Stored(s.module, "num_channels", np.repeat(s.units, channels // len(s.units))))
     return tuple(out)
+
+
+def widths_of_inputs(graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
+    """Of these axes those of heads that a forward lays side by side, as wide as its input may be: `view(b, t, c)`.
+
+    The width of the input is no number that a module keeps. A `Slim` is one (`standins.py`).
+    """
+    for k in (k for k in axes if graph.axes[k].heads):
+        sites = [s for s in graph.axes[k].readers if len(s.dims) == 1 and (s.units >= 0).all()]
+        for step in graph.steps:
+            for shape, carried in step.made if step.op in SIZED else ():
+                units = carried.get((len(shape) - 1,))
+                if units is not None and any(np.array_equal(units, s.units + graph.offsets[k]) for s in sites):
+                    yield k, Stored(step.module, SLIM, units)
 
 
 def told_apart(model: nn.Module) -> dict[float, float]:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ellzero.graph.axes import Block, Graph, Numbers
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
-from ellzero.graph.stored import group_norms, groups_of_a_forward
+from ellzero.graph.stored import group_norms, groups_of_a_forward, widths_of_inputs
 from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials.blocks import found
 from ellzero.graph.trials.retracing import strays
@@ -38,6 +38,7 @@ from ellzero.graph.trials.scenes import Loans, Scene, loans, moving, staged
 UNSEEN = "the example input does not show whether the output depends on it"
 STUCK = "groups and cuts along it let no part of its units go"
 ONE_GROUP = "the groups of its norms make one unit of it, which cannot go as a whole"
+BY_WIDTH = "; a forward that keeps the size of a head in `self`, and lays heads out by it alone, can lose some"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
 HowMuch = Literal["one", "half", "many", "some", "uneven", "most"]
 _LEVELS: tuple[HowMuch, ...] = ("many", "some", "most")  # of removal, one after the other
@@ -58,6 +59,8 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     reasons |= {k: why for units, why in told for k in free if bench.among(units, k)}
     sets = _together(graph, [k for k in free if k not in reasons])
     survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
+    survivors = _shown_less([s for s in sets if s not in survivors], survivors, bench, reasons)
+    graph = bench.graph
     good = _sift(survivors, [], bench.keeps_its_way, reasons)
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
     lone = [s for s in sets if all(graph.axes[k].size == 1 for k in s)]
@@ -81,6 +84,27 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
     return replace(graph, axes=tuple(axes), balances=balances, steps=steps)
+
+
+def _shown_less(
+    failed: Sequence[Together], good: list[Together], bench: _Bench, reasons: dict[int, str]
+) -> list[Together]:
+    """Tries heads again whose forward goes by the width of its input: it is shown a smaller one."""
+    slims = dict(widths_of_inputs(bench.graph, [k for s in failed for k in s if k in reasons]))
+    again, before = [s for s in failed if slims.keys() & set(s)], bench.graph
+    if not again:
+        return good
+    bench.graph = replace(before, stored=(*before.stored, *slims.values()))
+    why: dict[int, str] = {}
+    out = _sift(again, good, bench.survives_parts, why)
+    passed = [k for s in out for k in s]
+    for k in slims:
+        reasons[k] += BY_WIDTH
+        before.placed[slims[k].units] = True  # whether anything else looks at the input, a trace tells
+        if k in passed:
+            del reasons[k]
+    bench.graph = replace(before, stored=(*before.stored, *(slims[k] for k in passed if k in slims)))
+    return out
 
 
 def blocks_of(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ...]:
