@@ -91,16 +91,14 @@ class Axis:
 class Product:
     """One multiplication of the traced forward, for counting MACs per example.
 
-    With a `tensor`, it costs `factor` MACs for each entry of that weight; without one (activation times activation)
-    `factor` times the sizes of `left` and `right`, whose entries are unit numbers of the graph, or -1 for what cannot
-    shrink.
+    It costs `factor` MACs, times the entries of the weight `tensor` if it has one (activation times activation has
+    none), times the sizes of all `along`, whose entries are unit numbers of the graph, or -1 for what cannot shrink.
     """
 
     name: str
     factor: float
     tensor: str | None = None
-    left: Numbers | None = None
-    right: Numbers | None = None
+    along: tuple[Numbers, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Ties:
     tables: dict[tuple[str, tuple[int, ...], Role], Numbers] = field(default_factory=dict)
     ignored: list[Numbers] = field(default_factory=list)
     in_own_module: dict[str, bool] = field(default_factory=dict)
-    products: list[tuple[str, float, str | None, Numbers | None, Numbers | None]] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # along atoms
     steps: list[Step] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     spares: list[Numbers] = field(default_factory=list)
@@ -142,9 +142,6 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
         total += len(roots)
         axes.append(finder.axis(signature, roots))
 
-    def numbered(atoms: Numbers | None) -> Numbers | None:
-        return None if atoms is None else unit[root[atoms]]
-
     def laid(step: Step) -> Step:
         made = ((shape, {dims: unit[root[atoms]] for dims, atoms in carried.items()}) for shape, carried in step.made)
         return replace(step, made=tuple(made))
@@ -156,7 +153,7 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
     return Graph(
         axes=tuple(_numbered_apart(axes)),
         shapes=dict(ties.shapes),
-        products=tuple(Product(n, f, t, numbered(a), numbered(b)) for n, f, t, a, b in ties.products),
+        products=tuple(replace(p, along=tuple(unit[root[atoms]] for atoms in p.along)) for p in ties.products),
         # Parts with the same units in each, such as the halves of a gated linear unit, are always balanced.
         balances=tuple(b for b in balances.values() if (np.sort(b, 1) != np.sort(b[:1], 1)).any()),
         steps=tuple(map(laid, ties.steps)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from operator import itemgetter
 from typing import Any
 
 from ellzero.graph import values
@@ -24,9 +23,10 @@ def _matrix_product(call: Call, x: Value, weight: Value, into: int, out: int, bi
     reading = values.solid(ties, weight, into)
     call.reader(weight, reading, values.single(ties, x, x.ndim - 1), x)
     carried = {g: a for g, a in x.carried.items() if x.ndim - 1 not in g}
+    positions, along = values.extent(x, range(x.ndim - 1))
     carried[(x.ndim - 1,)] = values.solid(ties, weight, out)
     call.writer(weight, carried[(x.ndim - 1,)])
-    call.multiplies(prod(x.shape[:-1]), weight, reading, carried[(x.ndim - 1,)])
+    call.multiplies(positions, weight, along)
     result = Value(call.shape, carried, x.why)
     return result if bias is None else values.elementwise(ties, [result, bias], call.shape)
 
@@ -54,7 +54,8 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     alone = [atoms for dims, atoms in out.carried.items() if dims[0] < len(call.shape) - 2]
     ties.heads.extend(alone)
     ties.attending.extend(alone if a.source is b.source is None else [])
-    _count(call, out, a.shape[-1])
+    entries, along = values.extent(out, range(out.ndim))
+    call.multiplies(entries * a.shape[-1], None, along)
     return out
 
 
@@ -69,26 +70,20 @@ def _several_matrices(call: Call, a: Value, b: Value) -> Value:
     what = values.single(ties, x, x.ndim + summed)
     call.reader(weight, reading, what, x)
     call.writer(weight, writing)
-    other = x.ndim + (-1 if left else -2)
-    batch = values.without(ties, x, [other], f"{call.where} multiplies along it and along another axis")
-    batch = {g: atoms for g, atoms in batch.items() if x.ndim + summed not in g}
-    ones = (Value((*v.shape[:-2], 0, 0), c, v.why, v.source) for v, c in ((x, batch), (weight, weight.carried)))
-    batches = (replace(v, carried={g: t for g, t in v.carried.items() if max(g) < v.ndim - 2}) for v in ones)
-    made = values.elementwise(ties, list(batches), call.shape)
+    other = -1 if left else -2
+    values.narrow(ties, x, [x.ndim + other])
+    ones = (Value((*v.shape[:-2], 0, 0), v.carried, v.why, v.source) for v in (x, weight))
+    batches = [replace(v, carried={g: t for g, t in v.carried.items() if max(g) < v.ndim - 2}) for v in ones]
+    made = values.elementwise(ties, batches, call.shape)
     ties.heads.extend(made.carried.values())
+    rest: dict[values.Dims, Numbers] = {
+        (len(call.shape) + other,): x.carried[g] for g in x.carried if g == (x.ndim + other,)
+    }
+    beside = {g: t for g, t in made.carried.items() if not values.carries(batches[1], g, made)} | rest
+    entries, along = values.extent(replace(made, carried=beside), range(made.ndim))
     source = ties.shapes[weight.source or ""]
-    call.multiplies(prod(call.shape) * x.shape[summed] / prod(source), replace(weight, shape=source))
-    return replace(made, carried={**made.carried, (len(call.shape) + out,): writing}, why=x.why)
-
-
-def _count(call: Call, out: Value, summed: int) -> None:
-    """MACs of a product that is no parameter's, along two axes at most: heads before places."""
-    along = sorted(out.carried.items(), key=itemgetter(0))
-    for _, atoms in along[2:]:
-        call.ties.freeze(atoms, f"{call.where} multiplies along two other axes")
-    counted = {d for dims, _ in along[:2] for d in dims}
-    plain = [size for d, size in enumerate(call.shape) if d not in counted]
-    call.multiplies(prod(plain) * summed, None, *(atoms for _, atoms in along[:2]))
+    call.multiplies(entries * x.shape[summed] / prod(source), replace(weight, shape=source), along)
+    return replace(made, carried={**made.carried, **rest, (len(call.shape) + out,): writing}, why=x.why)
 
 
 @couples("addmm", "baddbmm")
@@ -138,7 +133,8 @@ def einsum(call: Call, equation: str, operands: list[Value], *_: Any) -> Value |
     alone = [atoms for dims, atoms in made.carried.items() if both.intersection(dims)]
     call.ties.heads.extend(alone)
     call.ties.attending.extend(alone if not any(v.source for v in operands) else [])
-    _count(call, made, prod(n for c, n in sizes.items() if c not in out))
+    entries, along = values.extent(made, range(made.ndim))
+    call.multiplies(entries * prod(n for c, n in sizes.items() if c not in out), None, along)
     return made
 
 
@@ -167,5 +163,7 @@ def _read_by_letters(call: Call, x: Value, weight: Value, at: str, of: str, out:
         if c in of:
             carried[(d,)] = values.solid(ties, weight, of.index(c))
             call.writer(weight, carried[(d,)])
-    call.multiplies(prod(n for c, n in zip(at, x.shape, strict=True) if c not in of), weight)
+    positions, along = values.extent(kept, [d for d, c in enumerate(out) if c not in of])
+    summed = prod(n for c, n in zip(at, x.shape, strict=True) if c not in of + out)
+    call.multiplies(positions * summed, weight, along)
     return Value(call.shape, carried, x.why)

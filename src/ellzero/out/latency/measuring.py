@@ -182,10 +182,10 @@ class Survey:
         Rows that a placement changes together are one width: a stream that a layer reads and writes.
         """
         out: dict[str, list[tuple[set[int], set[int]]]] = {}
-        for name, *pair in zip(self.census.names, self.census.left.tolist(), self.census.right.tolist(), strict=True):
+        for name, factors in zip(self.census.names, self.census.rows.T.tolist(), strict=True):
             widths = out.setdefault(name, [])
-            for row in pair:
-                if moved[row]:
+            for row in factors:
+                if row < len(moved) and moved[row]:  # behind them are cumulants, of the same widths
                     rows, movers = {row}, set(moved[row])
                     for other in [w for w in widths if w[1] & movers]:
                         widths.remove(other)

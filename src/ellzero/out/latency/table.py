@@ -139,7 +139,7 @@ class Table:
 def network_hash(gated: Gated) -> str:
     """Tells networks apart by their layers, tensors, products and gates; one that has shrunk is what it was."""
     graph = gated.graph
-    products = [(p.name, p.factor, p.tensor) for p in graph.products or ()]
+    products = [(p.name, p.factor, p.tensor, [a.size for a in p.along]) for p in graph.products or ()]
     kinds = {name: layer["kind"] for name, layer in layers(gated.model).items()}
     placements = [(p.name, list(p.shape)) for p in gated.placements]
     shapes = {name: list(shape) for name, shape in graph.shapes.items()}
