@@ -327,6 +327,17 @@ def count_params(graph: Graph, live: Liveness) -> Census:
     return builder.build()
 
 
+def count_widths(graph: Graph, live: Liveness) -> Census:
+    """The terms of parameters, and of what they are applied along: all widths that a layer's time depends on."""
+    builder = _Builder(graph, live)
+    for tensor in graph.parameters:
+        builder.tensor(tensor, tensor.rpartition(".")[0] or tensor, 1.0)
+    for p in graph.products or ():
+        if p.tensor is not None and p.along:
+            builder.tensor(p.tensor, p.name, p.factor, p.along)
+    return builder.build()
+
+
 def count_units(graph: Graph, live: Liveness) -> Census:
     """One term per axis and per weight with a `Select`: the units and inputs that gates decide about."""
     builder = _Builder(graph, live)
