@@ -144,6 +144,9 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
         for unit, gates in zip(units.flat[positions].tolist(), decides, strict=True):
             if unit >= 0 and not frozen[unit]:
                 readers[unit].add(gates)
+    for served in graph.served:
+        for head, queries in zip(served.heads.tolist(), served.queries.tolist(), strict=True):
+            readers[head] = set().union(*(readers.get(query, {frozenset()}) for query in queries))
     shared, several = _decided(readers, graph.offsets[-1])
     for tensor, gates_of in at.items():
         dims = graph.reading[tensor]

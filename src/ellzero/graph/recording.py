@@ -330,3 +330,32 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         return inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # it cannot be called so, or does not tell how
         return {f"args_{k}": value for k, value in enumerate((*args, *kwargs.values()))}
+
+
+_BLOCKS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def inline(module: torch.fx.GraphModule) -> None:
+    """Puts the operations of `with torch.no_grad():` and `with torch.autocast(…):` in the place of such a block."""
+    for node in list(module.graph.nodes):
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _BLOCKS:
+            continue
+        place = next(k for k, a in enumerate(node.args) if isinstance(a, torch.fx.Node) and a.op == "get_attr")
+        inner: Any = module.get_submodule(node.args[place].target)
+        inline(inner)
+        if any(n.op == "get_attr" for n in inner.graph.nodes):  # it holds on to something of its own
+            continue
+        given = iter(node.args[place + 1 :])
+        copies: dict[torch.fx.Node, Any] = {}
+        with module.graph.inserting_before(node):
+            for n in inner.graph.nodes:
+                if n.op == "placeholder":
+                    copies[n] = next(given)
+                elif n.op == "output":
+                    made = torch.fx.node.map_arg(n.args[0], copies.__getitem__)
+                else:
+                    copies[n] = module.graph.node_copy(n, copies.__getitem__)
+        for user in list(node.users):  # a block returns a tuple
+            user.replace_all_uses_with(made[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)

@@ -320,7 +320,9 @@ def kept_terms(key: Hashable, gated: Gated, count: Callable[[Plan], Vector]) -> 
     of removal is not made again. It follows from what is open alone, but where evidence chooses the unit that stays.
     """
     opens, key = gated.opens().cpu().numpy().tobytes(), ("kept", key)
-    lasting = gated.taken is None and not gated.graph.balanced and not torch.compiler.is_compiling()
+    lasting = (
+        gated.taken is None and not (gated.graph.balanced or gated.graph.served) and not torch.compiler.is_compiling()
+    )
     if lasting and key in gated.memo and gated.memo[key][0] == opens:
         before: Tensor = gated.memo[key][1]
         return before

@@ -6,8 +6,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ellzero.graph import values
-from ellzero.graph.axes import Numbers
+from ellzero.graph.axes import Numbers, Served
 from ellzero.graph.rules.call import Call, couples, tensors, unknown
 from ellzero.graph.values import Value
 
@@ -46,6 +48,8 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     # of the output is as large as 0: there an operand meets nothing.)
     rows = Value((*a.shape[:-1], 0), values.without(ties, a, [a.ndim - 1], reason), a.why)
     columns = Value((*b.shape[:-2], 0, b.shape[-1]), values.without(ties, b, [b.ndim - 2], reason), b.why)
+    if a.source is b.source is None and rows.ndim == columns.ndim:
+        _serve(call, rows, columns)
     for v in (a, b):
         if v.source is not None:  # a weight on the left, or one of three dimensions: sliced with the axis, never gated
             for atoms in v.carried.values():
@@ -57,6 +61,26 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     entries, along = values.extent(out, range(out.ndim))
     call.multiplies(entries * a.shape[-1], None, along)
     return out
+
+
+def _serve(call: Call, rows: Value, columns: Value) -> None:
+    """Where heads of keys or values are repeated, one for each of several queries: these may go one by one."""
+    for d in range(rows.ndim - 2):
+        queries, group = rows.carried.get((d,)), columns.group(d)
+        if queries is None or group is None or columns.shape[d] != rows.shape[d]:
+            continue
+        lines = np.moveaxis(columns.carried[group], group.index(d), 0).reshape(len(queries), -1)
+        times = len(lines) // len(np.unique(lines[:, 0]))
+        if (
+            (times == 1 and not call.ties.serves_one)
+            or len(np.unique(queries)) < len(queries)
+            or not np.array_equal(lines, np.repeat(lines[::times], times, 0))
+        ):
+            continue
+        values.narrow(call.ties, columns, [other for other in group if other != d])
+        heads = columns.carried.pop((d,))[::times]
+        columns.shape = (*columns.shape[:d], 0, *columns.shape[d + 1 :])  # there it meets nothing
+        call.ties.served.append(Served(call.module, heads, queries.reshape(-1, times)))
 
 
 def _several_matrices(call: Call, a: Value, b: Value) -> Value:
