@@ -260,7 +260,7 @@ class Graph:
         """The same graph, with these branches."""
         return replace(self, look=partial(tuple, blocks))
 
-    @property
+    @cached_property
     def offsets(self) -> list[int]:
         return [0, *np.cumsum([a.size for a in self.axes]).tolist()]
 

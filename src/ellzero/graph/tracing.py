@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
-from ellzero.graph.recording import Members, copied, inline, recorded, walked
+from ellzero.graph.recording import Members, copied, inline, mapped, recorded, walked
 from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
@@ -96,13 +96,13 @@ def places(model: nn.Module) -> dict[str, list[str]]:
 
 def run(model: nn.Module, inputs: Inputs) -> Any:
     """Calls the model. It gets copies of the inputs: some models change theirs in place."""
-    args, kwargs = tree_map(copied, inputs)
+    args, kwargs = mapped(copied, inputs)
     return model(*args, **kwargs)
 
 
 def run_hollow(model: nn.Module, inputs: Inputs) -> None:
     """Calls the model for its way alone, in a small part of the time; raises something where numbers may turn it."""
-    walked(model, *tree_map(copied, inputs))
+    walked(model, *mapped(copied, inputs))
 
 
 Watch = Callable[[nn.Module, Inputs], Callable[[], tuple[str, ...]]]
@@ -270,7 +270,7 @@ class _Walk:
         """The operations of a forward; None where the model has no such one: what the first walk saw stands then."""
         with mode(self.model, training), warnings.catch_warnings(action="ignore"):
             try:
-                return recorded(self.model, *tree_map(copied, inputs))
+                return recorded(self.model, *mapped(copied, inputs))
             except Exception:  # a model that depends on data, or one that rejects the batch
                 pass
             try:

@@ -288,8 +288,13 @@ class _Bench:
             tried.append((plan.units, scenes))
         # Who asks whether a number is even, say, may get the same answer twice. A large one is asked when small.
         first, scenes = (4, tried[0][1]) if is_large(self.original) else (0, self.scenes)
+        seen = {tried[0][0].tobytes()}
         for seed, much in list(enumerate(_FURTHER))[first:]:
-            failure, _ = self.survives(self._part(axes, much, scenes[0].done, seed), scenes)
+            plan = self._part(axes, much, scenes[0].done, seed)
+            if (units := plan.units.tobytes()) in seen:  # few units: the same ones again
+                continue
+            seen.add(units)
+            failure, _ = self.survives(plan, scenes)
             if failure is not None:
                 return failure
         _, self.some, self.few = tried

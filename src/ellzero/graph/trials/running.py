@@ -169,8 +169,8 @@ class Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func))
         sized = name in SIZED or name in ("__getitem__", "__setitem__")
-        told = {k: v for k, v in (kwargs or {}).items() if (name, k) not in _OF_SIZES}
-        numbers = [] if sized else [t for t in flat((args, told)) if isinstance(t, int | float | str)]
+        told = {k: v for k, v in kwargs.items() if (name, k) not in _OF_SIZES} if kwargs else {}
+        numbers = [] if sized else [t for t in flat((args, told)) if isinstance(t, (int, float, str))]
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) or name != "__get__":  # who looks at a shape does nothing yet
             self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
@@ -216,7 +216,7 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
 @contextmanager
 def seeded(model: nn.Module) -> Iterator[None]:
     """Without gradients, and with the same random numbers at every call, of which torch's own state shows no trace."""
-    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    devices = {t.device for t in model.parameters() if t.device.type == "cuda"} if torch.cuda.is_initialized() else ()
     generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
     before = [generator.get_state() for generator in generators]
     try:
