@@ -49,10 +49,13 @@ def made(device: torch.device, small: bool) -> nn.Module:
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, words: torch.Tensor) -> Callable[[], None]:
+    """A step; the gradients of the weights are clipped, which are the same with gates and without."""
+    weights = list((model.model if isinstance(model, l0.Gated) else model).parameters())
+
     def step() -> None:
         optimizer.zero_grad()
         model(input_ids=words, labels=words).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
 
     return step

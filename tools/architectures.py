@@ -210,6 +210,8 @@ def gated_share(gated: l0.Gated) -> float:
     """Of all weights, those that go if all gates close but the last of each axis."""
     graph = gated.graph
     free = np.repeat([a.frozen is None for a in graph.axes] + [False], [a.size for a in graph.axes] + [1])
+    for served in graph.served:  # heads of keys go with their queries
+        free[served.heads] = free[served.queries].all(1)
     gone = 0.0
     for name, p in gated.model.named_parameters():
         shares = [free[units].mean() for units in graph.units.get(name, {}).values()]

@@ -124,7 +124,8 @@ def test_every_field_has_a_sentence_and_a_default_that_it_takes() -> None:
     for name, known in FIELDS.items():
         assert known.sentence.endswith("."), name
         if not known.required:
-            assert checked(known.hint, name, known.default) == known.default
+            default = checked(known.hint, name, known.default)
+            assert (default, type(default)) == (known.default, type(known.default)), name
 
 
 def test_words_of_all_relations_name_fields_that_there_are() -> None:

@@ -97,14 +97,14 @@ def test_units_that_count_alike_are_summed_once() -> None:
     census = gated.census["params"]
     assert census is not None
     assert sorted(np.bincount(census.segment)) == [20, 50, 500, 800]
-    assert not census.twice.size  # no weight has one axis on both of its dimensions
+    assert not census.joint.size  # no weight has one axis on both of its dimensions
 
 
 def test_pairs_are_kept_only_where_they_meet() -> None:
     gated = l0.attach(SquareStream(), torch.zeros(2, 2), where=l0.per_layer)
     census = gated.census["params"]
     assert census is not None
-    names = [n for n, row in zip(census.names, census.twice, strict=True) if row.any()]
+    names = [n for n, rows in zip(census.names, census.rows.T, strict=True) if (rows >= len(census.constant)).any()]
     assert names == ["square"]  # rows are units, columns the inputs that read them
     assert len(census.part) == 3
 

@@ -3,6 +3,8 @@
 The oracle is the other way of applying gates: in weights, in one process.
 """
 
+import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from support import processes, replicated
-from support.oracles import scattered, set_gates, settled
+from support.oracles import assert_same, scattered, set_gates, settled
 from support.zoo import LeNet, ResNet
 
 
@@ -107,6 +109,85 @@ def test_frozen_weights_stay_while_gates_and_adapters_learn(apply: str) -> None:
     small = budget.finish()
     torch.testing.assert_close(small(x), gated.eval()(x), rtol=1e-10, atol=1e-12)
     assert small[0].base.weight.shape[0] == small[0].up.weight.shape[0] == small[2].down.weight.shape[1] < 12
+
+
+class Int8(nn.Module):
+    """A linear layer with its weight in 8 bits and a scale for each output, as weight-only quantisation has it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        scale = layer.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (layer.weight.detach() / scale).round().to(torch.int8))
+        self.bias = layer.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.get_buffer("weight").to(x.dtype) * self.get_buffer("scale")
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def dynamic(layer: nn.Linear) -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):  # it is deprecated, and there
+        whole = torch.ao.quantization.quantize_dynamic(nn.Sequential(layer.float()), {nn.Linear})
+    out: nn.Module = whole[0]
+    return out
+
+
+@pytest.mark.parametrize("quantised", [Int8, dynamic])
+def test_weights_that_are_quantised_after_attach_are_gated(quantised: Callable[[nn.Linear], nn.Module]) -> None:
+    """The first layer is frozen, the second one quantised; in 8 bits, where torch has gradients, the third learns."""
+    torch.manual_seed(0)
+    dtype = torch.float64 if quantised is Int8 else torch.float32
+    x = torch.randn(16, 6, dtype=dtype)
+    model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3)).to(dtype)
+    model[0].requires_grad_(False)
+    whole = copy.deepcopy(model)
+    gated = l0.attach(model, x, apply="activations")
+    gated.model[2] = quantised(gated.model[2])
+    before = {key: value.clone() for key, value in gated.model.state_dict().items() if isinstance(value, Tensor)}
+    if quantised is Int8:
+        constraint = l0.Constraint(l0.macs, 0.5, dual=l0.duals.GradientAscent(0.5))
+        optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2, gate_lr=0.3))
+        for _ in range(30):
+            optimizer.zero_grad()
+            (gated.train()(x).square().mean() + constraint(gated)).backward()
+            optimizer.step()
+            constraint.ascend()
+        assert l0.macs(gated).item() < 0.6 * l0.dense(l0.macs, gated)
+        after = gated.model.state_dict()
+        moved = {key for key, value in before.items() if not torch.equal(after[key], value)}
+        assert moved == {"4.weight", "4.bias"}
+    z = set_gates(gated.eval(), {"0": [0, 3, 4], "2": [1, 2]})
+
+    def by_hand(net: nn.Sequential) -> Tensor:
+        out: Tensor = net[4](net[2](net[0](x).relu() * z["0"]).relu() * z["2"])
+        return out
+
+    assert_same(gated(x), by_hand(gated.model), 1e-12 if quantised is Int8 else 1e-6)
+    for refused in (l0.compact, l0.fold, lambda g: l0.Budget(g, macs=0.5, steps=10)):
+        with pytest.raises(ValueError, match=r"`2.weight`, which gates close units of, is no parameter any more, in a"):
+            refused(gated)
+    # What is left is known all the same: the gates, on the network with the weights that it had.
+    whole[4].load_state_dict(gated.model[4].state_dict())
+    other = l0.attach(whole, x).eval()
+    other.gates.load_state_dict(gated.gates.state_dict())
+    small = l0.compact(other)
+    assert (small[2].in_features, small[2].out_features) == (9, 8)
+    assert_same(small(x), by_hand(whole), 1e-12 if quantised is Int8 else 1e-5)
+    assert float(l0.macs(gated, kept=True)) == 6 * 9 + 9 * 8 + 8 * 3
+
+
+def test_a_weight_in_eight_bits_in_its_own_place_is_refused_too() -> None:
+    gated = l0.attach(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.zeros(1, 3), apply="activations")
+    gated.model[1].weight = nn.Parameter(torch.zeros(2, 4, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"`1.weight`, which gates close units of, is now in torch.int8: attach gates"):
+        l0.compact(gated)
+
+
+def test_a_model_that_is_quantised_already_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), Int8(nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match="in `2` reads it by a weight that is computed, not a parameter"):
+        l0.attach(model, torch.zeros(1, 3), apply="activations")
 
 
 @pytest.mark.slow

@@ -300,11 +300,6 @@ def test_gates_on_activations_close_blocks_too() -> None:
         assert_same(gated(others), l0.compact(gated)(others))
 
 
-def test_time_is_not_measured_of_blocks() -> None:
-    with pytest.raises(ValueError, match="the time of whole blocks is not measured"):
-        l0.Latency.measure(attached("nested"))
-
-
 def test_a_block_has_one_gate() -> None:
     graph = attached("nested").graph
     twice = [p for p in WHOLE(graph) if p.block == 0]

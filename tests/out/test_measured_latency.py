@@ -169,6 +169,88 @@ def test_a_branch_that_is_gone_takes_no_time_at_any_width_of_its_stream() -> Non
     assert float(latency(gated, kept=True)) == pytest.approx(takes(small, 6), rel=5e-3)
 
 
+class Added(nn.Module):
+    """Two branches that can go as a whole. Each sum takes a while, whether its branch is there or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Timed(6, 12), Timed(12, 3)
+        self.branches = nn.ModuleList(nn.Sequential(Timed(12, 40), nn.ReLU(), Timed(40, 12)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for branch in self.branches:
+            x = x + branch(x)
+            NOW[0] += 0.25
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.slow
+def test_the_time_of_a_block_goes_with_it() -> None:
+    torch.manual_seed(0)
+    gated = l0.attach(Added().double(), torch.randn(2, 6).double(), where=l0.shrinkable(blocks=True))
+    latency = l0.Latency.measure(gated, clock=clock)
+    blocks = {p.name: p.block for p in gated.placements}
+    assert sorted(blocks.values(), key=str) == [0, 1, None, None]
+    for closed, widths in itertools.product([(), (0,), (1,), (0, 1)], [(40, 40), (20, 7)]):
+        left = iter(widths)
+        close_all_but(gated, *(next(left) if b is None else int(b not in closed) for b in blocks.values()))
+        small = l0.compact(gated)
+        assert float(latency(gated, kept=True)) == pytest.approx(takes(small, 6), rel=5e-3)
+    assert takes(small, 6) == pytest.approx(linear(6, 12) + linear(12, 3) + 0.5)
+    again = l0.Latency(Table.parsed(latency.table.json()))
+    assert float(again(gated, kept=True)) == float(latency(gated, kept=True))
+    close_all_but(gated, 40, 40, 1, 1)
+    budget = l0.Budget(gated, at_most={latency: 0.4}, steps=20)
+    small = trained(gated, budget, steps=20, width=6)
+    assert takes(small, 6) <= 0.41 * takes(Added().double(), 6)
+
+
+@pytest.mark.slow
+def test_in_expectation_a_block_takes_its_time_as_often_as_it_is_open() -> None:
+    torch.manual_seed(0)
+    blocks = l0.attach(Added().double(), torch.randn(2, 6).double(), where=lambda g: l0.shrinkable(blocks=True)(g)[2:])
+    latency = l0.Latency.measure(blocks, clock=clock)
+    p = torch.tensor([0.3, 0.8], dtype=torch.float64, requires_grad=True)
+    with blocks.assuming(p):
+        seconds = latency(blocks)
+    one = linear(12, 40) + linear(40, 12)
+    assert seconds.item() == pytest.approx(linear(6, 12) + linear(12, 3) + 0.5 + 1.1 * one, rel=1e-6)
+    assert torch.autograd.grad(seconds, p)[0].tolist() == pytest.approx([one, one], rel=1e-6)
+
+
+class TimedAlong(nn.Linear):
+    """A linear layer that takes longer the more it is applied along."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        NOW[0] += 0.5 + 0.01 * x.shape[1] * self.in_features * self.out_features
+        return super().forward(x)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.mix, self.out = Timed(6, 24), TimedAlong(5, 5), Timed(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.mix(self.into(x).relu().transpose(1, 2)).transpose(1, 2))
+        return out
+
+
+def test_a_layer_takes_longer_along_more_units() -> None:
+    torch.manual_seed(0)
+    gated = l0.attach(Tokens().double(), torch.randn(2, 5, 6).double())
+    latency = l0.Latency.measure(gated, clock=clock)
+    for width in (24, 13, 5):
+        close_all_but(gated, width)
+        before, small = NOW[0], l0.compact(gated, verify=False)
+        before = NOW[0]
+        small(torch.zeros(1, 5, 6).double())
+        assert float(latency(gated, kept=True)) == pytest.approx(NOW[0] - before, rel=2e-3)
+    assert float(latency(gated, kept=True, only="mix")) == pytest.approx(0.5 + 0.01 * 5 * 25, rel=1e-2)
+
+
 def test_parts_are_named_by_their_layers() -> None:
     gated, latency = chain(), measured()
     total = float(latency(gated, kept=True))
@@ -251,13 +333,13 @@ def test_the_constant_of_a_bilinear_time_is_found() -> None:
 # ---- budgets --------------------------------------------------------------------------------------------------------
 
 
-def trained(gated: l0.Gated, budget: l0.Budget, steps: int = 40) -> nn.Module:
+def trained(gated: l0.Gated, budget: l0.Budget, steps: int = 40, width: int = 8) -> nn.Module:
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(gated.param_groups(lr=1e-3))
     budget.drive(optimizer)
     for _ in range(steps):
         optimizer.zero_grad()
-        gated(torch.randn(16, 8).double()).square().mean().backward()
+        gated(torch.randn(16, width).double()).square().mean().backward()
         optimizer.step()
     return budget.finish()
 

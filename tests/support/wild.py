@@ -363,6 +363,28 @@ class Drawer:
             self.net.layers[name] = Parts(groups, self.width, how, weights)
             self.add(f"group norm, {how}", lambda m, x, k: m.layers[name](x, k))
 
+    def tokens(self, choose: random.Random) -> None:
+        """Layers that mix a few steps made of the value, or a line of its maps: each is applied along all units."""
+        steps, hidden, how = 3, choose.choice([2, 4, 5]), choose.choice(["layer", "left", "right"])
+        last, act = choose.choice([1, 3]), choose.choice([F.relu, torch.sigmoid, torch.tanh])
+        names = [f"t{len(self.net.layers)}", f"t{len(self.net.layers)}e"]
+        for name, (a, b) in zip(names, ((steps, hidden), (hidden, 3 if self.space else last)), strict=True):
+            self.net.layers[name] = nn.Linear(a, b, bias=choose.random() < 0.7)
+
+        def mixed(layer: Any, h: Tensor) -> Tensor:  # along the last dimension but one
+            if how == "layer":
+                return layer(h.transpose(-1, -2)).transpose(-1, -2)  # type: ignore[no-any-return]
+            return layer.weight @ h if how == "left" else (h.transpose(-1, -2) @ layer.weight.T).transpose(-1, -2)
+
+        def op(m: Any, x: Tensor, k: Tensor) -> Tensor:
+            first, second = (m.layers[name] for name in names)
+            if x.ndim > 2:
+                return second(act(first(x)))  # type: ignore[no-any-return]
+            h = mixed(second, act(mixed(first, torch.stack([x, x.sin(), x.cos()], 1))))
+            return h[:, 0] if last == 1 else h.mean(1)
+
+        self.add(f"tokens by {how}", op)
+
     def flattened(self) -> None:
         if self.space:
             size, last = self.space**2, self.random.random() < 0.5
@@ -397,6 +419,9 @@ class Drawer:
         choose = random.Random(f"branches after {self.seed}")
         for _ in range(choose.choice([0, 1, 1, 2]) if self.blocks else 0):
             self.branched(choose)
+        choose = random.Random(f"tokens after {self.seed}")
+        if choose.random() < 0.25:
+            self.tokens(choose)
         name, picks = self.layer(3), self.random.random() < 0.1
         self.add("head", lambda m, x, k: m.layers[name](x).argmax(1) if picks else m.layers[name](x), 3)
         return self.net

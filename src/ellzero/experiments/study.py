@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -178,14 +178,20 @@ def studies(folder: Path | None = None) -> dict[str, Study]:
     """All studies of the files of a folder, by default `reproductions/`, by their names; each file has a `STUDY`."""
     found: dict[str, Study] = {}
     for path in sorted((folder or home()).glob("*.py")):
-        if "STUDY" not in path.read_text(encoding="utf-8"):
-            continue  # a tool that lies beside them
-        for study in runpy.run_path(str(path), run_name=f"ellzero_reproductions_{path.stem}").values():
-            if isinstance(study, Study):
-                if study.name in found:
-                    raise StudyError(f"two files define the study `{study.name}`; one is {path.name}")
-                found[study.name] = study
+        for study in _within(path, path.stat().st_mtime_ns):
+            if study.name in found:
+                raise StudyError(f"two files define the study `{study.name}`; one is {path.name}")
+            found[study.name] = study
     return found
+
+
+@lru_cache(256)
+def _within(path: Path, changed: int) -> tuple[Study, ...]:
+    """The studies of a file, which is run once for each time that it was `changed`; none in a tool beside them."""
+    if "STUDY" not in path.read_text(encoding="utf-8"):
+        return ()
+    made = runpy.run_path(str(path), run_name=f"ellzero_reproductions_{path.stem}").values()
+    return tuple(study for study in made if isinstance(study, Study))
 
 
 def find(name: str, known: dict[str, Study]) -> Study:

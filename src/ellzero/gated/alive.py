@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
@@ -69,7 +70,8 @@ class Liveness:
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arrays as tensors, for `extend`, `units` and `inputs`."""
-        arrays = {"common": self.common, "several": self.several, "rest": self.rest, "blocks": self.blocks}
+        arrays = {"decided": self.decided, "common": self.common[self.decided]}
+        arrays |= {"several": np.searchsorted(self.decided, self.several), "rest": self.rest, "blocks": self.blocks}
         arrays |= {f"entries {name} {dim}": index for (name, dim), index in self.entries.items()}
         moved = {k: torch.as_tensor(a, device=device) for k, a in arrays.items()}
         return moved | {"ends": torch.tensor([1.0, 0.0], device=device, dtype=dtype)}
@@ -82,8 +84,17 @@ class Liveness:
             parts.append(1 - product(1 - block, 1))
         return torch.cat([*parts, tables["ends"]])
 
-    def units(self, extended: Tensor, tables: dict[str, Tensor]) -> Tensor:
-        """P(alive) of every unit of the graph."""
+    @cached_property
+    def decided(self) -> Numbers:
+        """The units that gates decide about."""
+        decided = np.asarray((self.common < self.one).any(1))
+        decided[self.several] = True
+        return np.flatnonzero(decided)
+
+    def decided_units(self, extended: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        """P(alive) of the units that gates decide about. Of the others there may be far more, and each would add its
+        nothing to the gradient of one number, one after the other.
+        """
         alive = extended[tables["common"]]
         alive = alive[:, 0] if self.common.shape[1] == 1 else product(alive, 1)
         if len(self.several):
@@ -91,9 +102,20 @@ class Liveness:
             alive = alive.index_put((tables["several"],), alive[tables["several"]] * read)
         return alive
 
+    def units(self, extended: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        """P(alive) of every unit of the graph."""
+        whole = extended.new_ones(len(self.common))
+        return whole.index_put((tables["decided"],), self.decided_units(extended, tables))
+
     def inputs(self, extended: Tensor, tables: dict[str, Tensor]) -> list[Tensor]:
         """P(open) of every input of each weight that gets a `Select`, or output of one that gets a `Scatter`."""
         return [product(extended[tables[f"entries {name} {dim}"]], 1) for name, dim in self.entries]
+
+    def population(self, p: Tensor, tables: dict[str, Tensor]) -> Tensor:
+        """P(alive) of all that gates decide about, given P(open) of every gate: units, then inputs."""
+        extended = self.extend(p, tables)
+        units, inputs = self.decided_units(extended, tables), self.inputs(extended, tables)
+        return torch.cat([units, *inputs]) if inputs else units
 
     def open_blocks(self, p: Tensor, tables: dict[str, Tensor]) -> Tensor:
         """P(open) of every block of the graph, given that of every gate."""
@@ -144,6 +166,9 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
         for unit, gates in zip(units.flat[positions].tolist(), decides, strict=True):
             if unit >= 0 and not frozen[unit]:
                 readers[unit].add(gates)
+    for served in graph.served:
+        for head, queries in zip(served.heads.tolist(), served.queries.tolist(), strict=True):
+            readers[head] = set().union(*(readers.get(query, {frozenset()}) for query in queries))
     shared, several = _decided(readers, graph.offsets[-1])
     for tensor, gates_of in at.items():
         dims = graph.reading[tensor]

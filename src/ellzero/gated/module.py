@@ -166,7 +166,7 @@ class Gated(Asking):
             ValueError: the plan brings a unit back, or takes more than units out, or those of a grouped convolution
                 that is not depthwise; nothing is changed.
         """
-        refuse_taking(self.model, plan, self.taken)
+        refuse_taking(self.model, self.graph, self.placements, plan, self.taken)
         step = plan.beyond(self.taken)
         step.apply(self.model)
         self.taken = plan

@@ -15,12 +15,29 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from ellzero.gated.placements import Placement
-from ellzero.graph.axes import Site
+from ellzero.graph.axes import Graph, Site
 from ellzero.graph.plan import Mask, Plan
 
 
-def refuse_taking(model: nn.Module, plan: Plan, taken: Plan | None) -> None:
+def refuse_replaced(model: nn.Module, graph: Graph, placements: Sequence[Placement]) -> None:
+    """Refuses weights that cannot be multiplied or cut any more: of layers that were quantised or wrapped since."""
+    lying = [s for a in graph.axes if a.frozen is None for s in a.sites] + [s for p in placements for s in p.multiplies]
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for tensor in dict.fromkeys(s.tensor for s in lying if s.tensor in graph.parameters):
+        if tensor not in now or not now[tensor].is_floating_point():
+            layer = type(model.get_submodule(tensor.rpartition(".")[0])).__name__
+            what = f"now in {now[tensor].dtype}" if tensor in now else f"no parameter any more, in a {layer}"
+            raise ValueError(
+                f"`{tensor}`, which gates close units of, is {what}: attach gates to the network as it was, load the "
+                "state of these (`gated.gates.state_dict()`) there, and use that"
+            )
+
+
+def refuse_taking(
+    model: nn.Module, graph: Graph, placements: Sequence[Placement], plan: Plan, taken: Plan | None
+) -> None:
     """Refuses a plan that a live model cannot follow, after `taken` was followed before."""
+    refuse_replaced(model, graph, placements)
     named = model.named_parameters(remove_duplicate=False)
     left = {id(p): plan.rows.get(n, {}).get(0) for n, p in named if n in plan.rows or n in plan.columns}
     for name, module in model.named_modules():

@@ -91,16 +91,14 @@ class Axis:
 class Product:
     """One multiplication of the traced forward, for counting MACs per example.
 
-    With a `tensor`, it costs `factor` MACs for each entry of that weight; without one (activation times activation)
-    `factor` times the sizes of `left` and `right`, whose entries are unit numbers of the graph, or -1 for what cannot
-    shrink.
+    It costs `factor` MACs, times the entries of the weight `tensor` if it has one (activation times activation has
+    none), times the sizes of all `along`, whose entries are unit numbers of the graph, or -1 for what cannot shrink.
     """
 
     name: str
     factor: float
     tensor: str | None = None
-    left: Numbers | None = None
-    right: Numbers | None = None
+    along: tuple[Numbers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,12 +155,34 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
+class Served:
+    """Heads of keys and values, each of which serves several heads of queries: grouped-query attention.
+
+    A head is there as long as one of its queries is. As many queries must stay of each head that is there.
+
+    Args:
+        module: whose forward it is in.
+        heads: numbers of the units, one for each head of keys and of values.
+        queries: those of their queries, of shape (heads, queries of each).
+        least: how many of its queries a head that is there must keep.
+    """
+
+    module: str
+    heads: Numbers
+    queries: Numbers
+    least: int = 1
+
+
+@dataclass(frozen=True, eq=False)
 class Stored:
-    """A size that a module's own forward goes by, such as a number of heads: as large as those of `units` that stay."""
+    """A size that a module's own forward goes by, such as a number of heads: as large as those of `units` that stay;
+    or as their share of those of `per`, such as the queries of each head of keys.
+    """
 
     module: str
     attribute: str
     units: Numbers
+    per: Numbers | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +229,8 @@ class Graph:
         turns: what makes the forward take another way than the traced one, in words.
         stored: sizes that modules keep as numbers.
         norms: over all units of an axis.
+        served: heads of keys and values that go when all their queries have gone. Their axis is frozen beside that.
+        grouped: the same with these heads and their queries as one unit each, if there are any.
         look: finds the branches that can go as a whole, for who asks. It takes a while, and not everyone does.
     """
 
@@ -225,6 +247,8 @@ class Graph:
     turns: tuple[str, ...] = ()
     stored: tuple[Stored, ...] = ()
     norms: tuple[Norm, ...] = ()
+    served: tuple[Served, ...] = ()
+    grouped: Graph | None = None
     look: Callable[[], tuple[Block, ...]] | None = None
 
     @cached_property
@@ -236,7 +260,7 @@ class Graph:
         """The same graph, with these branches."""
         return replace(self, look=partial(tuple, blocks))
 
-    @property
+    @cached_property
     def offsets(self) -> list[int]:
         return [0, *np.cumsum([a.size for a in self.axes]).tolist()]
 

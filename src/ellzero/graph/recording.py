@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Members = dict[str, str]  # of each placeholder that is one: the name of a parameter or buffer
@@ -63,7 +63,7 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         Unrecorded: an operation depends on the data, or its tensors went where they cannot be followed.
     """
     try:
-        own: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(copied, (args, kwargs))
+        own: tuple[tuple[Any, ...], dict[str, Any]] = mapped(copied, (args, kwargs))
         return _recorded(model, *own, carry_out=hollow)
     except Unrecorded:
         raise
@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(isinstance(leaf, torch.UntypedStorage) for leaf in flat(args)):  # whose, nobody knows
             raise self.doubts(func)
-        given = tree_map_only(Tensor, self.node, (args, kwargs))  # before it runs: it may change them in place
+        given = mapped(self.node, (args, kwargs))  # before it runs: it may change them in place
         told = self.told.among((args, kwargs))
         made = (self.carry_out if told is Origin.INPUT else _whole)(func, args, kwargs)
         leaves = list(flat(made))
@@ -136,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         if numbers:
             return made  # always the same
         node = self.graph.call_function(func, *given)
-        node.meta |= {"val": tree_map_only(Tensor, _shape, made), "module": self.within[-1]}
+        node.meta |= {"val": mapped(_shape, made), "module": self.within[-1]}
         same = {id(t) for t in flat((args, kwargs)) if isinstance(t, Tensor)}
         for k, tensor in enumerate(leaves):
             if id(tensor) in same and not func._schema.is_mutable:
@@ -302,9 +302,21 @@ def _by_data(func: Any, args: Any) -> bool:
     return large or not _BY_DATA.isdisjoint(func.tags)
 
 
-def copied(leaf: Any) -> Any:
-    """The leaf itself, or a tensor with the same numbers: some models change their inputs in place."""
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def copied(tensor: Tensor) -> Tensor:
+    """A tensor with the same numbers: some models change their inputs in place."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def mapped(function: Callable[[Tensor], Any], told: Any) -> Any:
+    """Arguments with something else in the place of each tensor: `tree_map_only` does the same, slowly."""
+    kind = type(told)
+    if kind is tuple or kind is list:
+        return kind([mapped(function, part) for part in told])
+    if kind is dict:
+        return {key: mapped(function, part) for key, part in told.items()}
+    if isinstance(told, Tensor):
+        return function(told)
+    return told if kind in _PLAIN else tree_map_only(Tensor, function, told)
 
 
 def flat(told: Any) -> Iterator[Any]:
@@ -330,3 +342,32 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         return inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # it cannot be called so, or does not tell how
         return {f"args_{k}": value for k, value in enumerate((*args, *kwargs.values()))}
+
+
+_BLOCKS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+def inline(module: torch.fx.GraphModule) -> None:
+    """Puts the operations of `with torch.no_grad():` and `with torch.autocast(…):` in the place of such a block."""
+    for node in list(module.graph.nodes):
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _BLOCKS:
+            continue
+        place = next(k for k, a in enumerate(node.args) if isinstance(a, torch.fx.Node) and a.op == "get_attr")
+        inner: Any = module.get_submodule(node.args[place].target)
+        inline(inner)
+        if any(n.op == "get_attr" for n in inner.graph.nodes):  # it holds on to something of its own
+            continue
+        given = iter(node.args[place + 1 :])
+        copies: dict[torch.fx.Node, Any] = {}
+        with module.graph.inserting_before(node):
+            for n in inner.graph.nodes:
+                if n.op == "placeholder":
+                    copies[n] = next(given)
+                elif n.op == "output":
+                    made = torch.fx.node.map_arg(n.args[0], copies.__getitem__)
+                else:
+                    copies[n] = module.graph.node_copy(n, copies.__getitem__)
+        for user in list(node.users):  # a block returns a tuple
+            user.replace_all_uses_with(made[user.args[1]])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)

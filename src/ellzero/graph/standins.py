@@ -1,6 +1,6 @@
 """What stands in for a part that was taken out: `Select` picks inputs, `Scatter` places outputs, `Closed` is a layer of
 which nothing is left, `Nothing` a module of a block that is gone, `FewerHeads` is an `nn.MultiheadAttention` whose
-heads are not its width any more.
+heads are not its width any more, `Slim` lets attention of one's own have fewer heads than its input is wide.
 `RootMeanSquare` is an `nn.LayerNorm` that subtracts no mean.
 """
 
@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @final
@@ -189,6 +190,77 @@ def put_nothing(model: nn.Module, path: str, number: int) -> None:
     else:
         kept = getattr(layer, "batch_first", True), getattr(layer, "layer_idx", None)
         _replace(model, path, Nothing(number, *kept))
+
+
+@final
+class Slim(nn.Module):
+    """Shows a module an input that is as wide as what is left of its heads, and its layers the input itself.
+
+    `b, t, c = x.shape` and `view(b, t, self.heads, c // self.heads)` take the width of the input for that of all heads.
+    What the module is shown has this width and no numbers: its layers, which compute, read the input that it stands
+    for.
+
+    Args:
+        whole: the width of the input.
+        width: as which it is shown.
+    """
+
+    def __init__(self, whole: int, width: int) -> None:
+        super().__init__()
+        self.whole, self.width = whole, width
+        self.shown: Tensor | None = None
+        self.meant: Tensor | None = None
+
+    def show(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The forward pre-hook of the module."""
+        self.meant = x = first_tensor(args, kwargs)
+        if torch.compiler.is_compiling():
+            self.shown = self._outline(x)
+        else:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():  # it is no step of the forward
+                self.shown = self._outline(x)
+        return self._instead(x, self.shown, args, kwargs)
+
+    def read(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The forward pre-hook of the layers in the module."""
+        return self._instead(self.shown, self.meant, args, kwargs)
+
+    def forget(self, module: nn.Module, args: Any, out: Any) -> None:
+        """The forward hook of the module."""
+        self.shown = self.meant = None
+
+    def _outline(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != (self.whole,):
+            raise ValueError(f"the input must have width {self.whole}, got {tuple(x.shape)}")
+        return x.detach().new_full((), torch.nan).expand(*x.shape[:-1], self.width)
+
+    def extra_repr(self) -> str:
+        return f"whole={self.whole}, width={self.width}"
+
+    def _instead(self, a: Any, b: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        there = tuple(b if given is a else given for given in args)
+        return there, {name: b if given is a else given for name, given in kwargs.items()}
+
+
+SLIM = "slim"  # where a module has its `Slim`
+
+
+def put_slim(module: nn.Module, whole: int, width: int) -> None:
+    """Gives a module a `Slim` as its child, or changes the one that it has; where it shows all, it has none."""
+    old = module._modules.pop(SLIM, None)
+    layers = [layer for layer in module.modules() if layer is not module]
+    for layer in (module, *layers) if old is not None else ():
+        for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+            for key in [k for k, hook in hooks.items() if getattr(hook, "__self__", None) is old]:
+                del hooks[key]
+                layer._forward_pre_hooks_with_kwargs.pop(key, None)
+    if width < whole:
+        slim = Slim(whole, width)
+        module.add_module(SLIM, slim)
+        module.register_forward_pre_hook(slim.show, with_kwargs=True)
+        module.register_forward_hook(slim.forget)
+        for layer in layers:
+            layer.register_forward_pre_hook(slim.read, prepend=True, with_kwargs=True)
 
 
 @final

@@ -20,9 +20,11 @@ from torch.overrides import TorchFunctionMode
 from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Step, Stored
 from ellzero.graph.resizing import resizer
 from ellzero.graph.rules import SIZED
+from ellzero.graph.standins import SLIM
 
 Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
+_SHARES = re.compile(r"group|rep")
 _MADE_OF_SIZES = ("zeros", "ones")  # of sizes alone
 _TAKES_SIZES = ("view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", *_MADE_OF_SIZES)
 _GROUPS = -1  # in the place of a dimension: a number of groups
@@ -79,6 +81,8 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
     laid: dict[tuple[str, int], list[Numbers]] = defaultdict(list)
     along: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
     free = np.repeat([a.frozen is None for a in graph.axes], [a.size for a in graph.axes])
+    for served in graph.served:
+        free[served.heads] = free[served.queries].all()
     for step, units in group_norms(graph):
         if free[units[units >= 0]].any():
             laid[step.module, len(units)].append(units)
@@ -86,7 +90,7 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
     for step in graph.steps:
         for layout in step.made if step.op in SIZED else ():
             for d, units in _along(layout):
-                if free[units].all():
+                if free[units].all() and not _repeated(graph, step, units):
                     laid[step.module, len(units)].append(units)
                     along[step.module, layout[0]].add(d)
     found: dict[tuple[str, int], list[Stored]] = defaultdict(list)
@@ -107,7 +111,35 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
     for s in [s for s in out if _is_bare(model.get_submodule(s.module))]:
         channels: Any = model.get_submodule(s.module).num_channels
         out.append(Stored(s.module, "num_channels", np.repeat(s.units, channels // len(s.units))))
-    return tuple(out)
+    return (*out, *_shares(model, graph))
+
+
+def _shares(model: nn.Module, graph: Graph) -> Iterator[Stored]:
+    """How many queries each head of keys serves, where a module keeps that."""
+    for s in graph.served:
+        for name, size in vars(model.get_submodule(s.module)).items():
+            if type(size) is int and size == s.queries.shape[1] and _SHARES.search(name):
+                yield Stored(s.module, name, s.queries.ravel(), s.heads)
+
+
+def _repeated(graph: Graph, step: Step, units: Numbers) -> bool:
+    """Whether heads of keys lie there once for each of their queries: a number so large is that of the queries."""
+    same = (s for s in graph.served if len(units) == s.queries.size and not step.op.startswith("split"))
+    return any(np.array_equal(units, np.repeat(s.heads, s.queries.shape[1])) for s in same)
+
+
+def widths_of_inputs(graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
+    """Of these axes those of heads that a forward lays side by side, as wide as its input may be: `view(b, t, c)`.
+
+    The width of the input is no number that a module keeps. A `Slim` is one (`standins.py`).
+    """
+    for k in (k for k in axes if graph.axes[k].heads):
+        sites = [s for s in graph.axes[k].readers if len(s.dims) == 1 and (s.units >= 0).all()]
+        for step in graph.steps:
+            for shape, carried in step.made if step.op in SIZED else ():
+                units = carried.get((len(shape) - 1,))
+                if units is not None and any(np.array_equal(units, s.units + graph.offsets[k]) for s in sites):
+                    yield k, Stored(step.module, SLIM, units)
 
 
 def told_apart(model: nn.Module) -> dict[float, float]:

@@ -15,7 +15,7 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
-from ellzero.graph.axes import Axis, Graph, Norm, Numbers, Product, Role, Site, Step
+from ellzero.graph.axes import Axis, Graph, Norm, Numbers, Product, Role, Served, Site, Step
 
 
 @dataclass
@@ -36,17 +36,19 @@ class Ties:
     exposed: list[tuple[Numbers, str]] = field(default_factory=list)  # read, and not zero where nothing writes them
     norms: list[Norm] = field(default_factory=list)  # over atoms
     balances: list[Numbers] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)  # over atoms
     cuts: list[tuple[Numbers, Sequence[int]]] = field(default_factory=list)  # at these places
     placed: list[Numbers] = field(default_factory=list)
     tables: dict[tuple[str, tuple[int, ...], Role], Numbers] = field(default_factory=dict)
     ignored: list[Numbers] = field(default_factory=list)
     in_own_module: dict[str, bool] = field(default_factory=dict)
-    products: list[tuple[str, float, str | None, Numbers | None, Numbers | None]] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)  # along atoms
     steps: list[Step] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     spares: list[Numbers] = field(default_factory=list)
     leaves: int = 0  # bit set of the steps that are inputs and parameters
     like: tuple[Step, ...] = ()  # the forward of a larger network, whose lone units are laid out as there
+    serves_one: bool = False  # whether a head of keys may be left with one query, and is still served, not tied
     contracting: int = 0  # bit set of the steps that multiply and add up, as a weight does
     bending: int = 0  # bit set of the steps that are not linear, as an activation is
 
@@ -125,15 +127,20 @@ def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
             return root
 
 
-def unify(ties: Ties, names: dict[str, str]) -> Graph:
+SERVING = "each unit goes when all queries have gone that it serves"
+
+
+def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:
     """Turns what was said about atoms into units and axes.
 
     Units with the same signature (the tensors' dimensions they lie on, and how often on each) form one axis, named
     after the module in `names` that owns the tensor. One frozen unit freezes its whole axis: whatever looks at a unit
-    by position would look at another one after a removal.
+    by position would look at another one after a removal. Queries that share a head of keys are units of their own if
+    they can be, and if they shall (`single`); else they and their head are one.
     """
-    root = classes(ties.count, ties.pairs)
-    finder = _Finder(ties, root, names)
+    pairs, served = _apart(ties) if single else (_tied(ties.served), [])
+    root = classes(ties.count, [*ties.pairs, *pairs])
+    finder = _Finder(ties, root, names, [s.heads for s in served])
     unit = np.full(ties.count, -1)  # unit number of each class root
     axes: list[Axis] = []
     total = 0
@@ -141,9 +148,6 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
         unit[roots] = np.arange(total, total + len(roots))
         total += len(roots)
         axes.append(finder.axis(signature, roots))
-
-    def numbered(atoms: Numbers | None) -> Numbers | None:
-        return None if atoms is None else unit[root[atoms]]
 
     def laid(step: Step) -> Step:
         made = ((shape, {dims: unit[root[atoms]] for dims, atoms in carried.items()}) for shape, carried in step.made)
@@ -156,7 +160,7 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
     return Graph(
         axes=tuple(_numbered_apart(axes)),
         shapes=dict(ties.shapes),
-        products=tuple(Product(n, f, t, numbered(a), numbered(b)) for n, f, t, a, b in ties.products),
+        products=tuple(replace(p, along=tuple(unit[root[atoms]] for atoms in p.along)) for p in ties.products),
         # Parts with the same units in each, such as the halves of a gated linear unit, are always balanced.
         balances=tuple(b for b in balances.values() if (np.sort(b, 1) != np.sort(b[:1], 1)).any()),
         steps=tuple(map(laid, ties.steps)),
@@ -168,7 +172,39 @@ def unify(ties: Ties, names: dict[str, str]) -> Graph:
             np.arange(total), unit[root[np.concatenate([a.ravel() for a in ties.placed] or [np.zeros(0, int)])]]
         ),
         norms=tuple(norms.values()),
+        served=tuple(replace(s, heads=unit[root[s.heads]], queries=unit[root[s.queries]]) for s in served),
     )
+
+
+def _tied(served: Sequence[Served]) -> list[tuple[Numbers, Numbers]]:
+    """Ties each head of keys and values to all queries that it serves."""
+    return [(np.repeat(s.heads, s.queries.shape[1]), s.queries.ravel()) for s in served]
+
+
+def _apart(ties: Ties) -> tuple[list[tuple[Numbers, Numbers]], list[Served]]:
+    """The queries that can go one by one, and ties for all others; of heads that serve the same ones, too."""
+    known, others = ties.served, list[Served]()
+    taken = [*ties.balances, *(atoms for atoms, _ in ties.cuts), *(n.units for n in ties.norms), *ties.streams]
+    while True:
+        pairs = _tied(others)
+        root = classes(ties.count, [*ties.pairs, *pairs])
+        first: dict[bytes, Served] = {}
+        for s in known:
+            other = first.setdefault(root[s.queries].tobytes(), s)
+            pairs.append((other.heads, s.heads))
+        root = classes(ties.count, [*ties.pairs, *pairs])
+        reads, held = (ties.mask([root[a] for a in some]) for some in (ties.roles["reads"], taken))
+        frozen = ties.mask([root[atoms] for atoms, _ in ties.freezes])
+        counts = np.bincount(root[np.concatenate([s.queries.ravel() for s in first.values()] or [np.zeros(0, int)])])
+        good = []
+        for s in known:
+            heads, queries = root[s.heads], root[s.queries]
+            lone = len(np.unique(heads)) == len(heads) and (counts[queries] == 1).all()
+            if lone and not (np.isin(heads, queries) | reads[heads] | frozen[heads] | held[heads]).any():
+                good += [] if held[queries].any() else [s]
+        if len(good) == len(known):
+            return pairs, list(first.values())
+        known, others = good, [*others, *(s for s in known if not any(s is g for g in good))]
 
 
 def _in_shares(units: Numbers, places: Sequence[int]) -> bool:
@@ -185,13 +221,13 @@ def _in_shares(units: Numbers, places: Sequence[int]) -> bool:
 class _Finder:
     """Where classes of atoms lie: each place is a dimension of a tensor, or a table over several."""
 
-    def __init__(self, ties: Ties, root: Numbers, names: dict[str, str]) -> None:
+    def __init__(self, ties: Ties, root: Numbers, names: dict[str, str], serving: Sequence[Numbers] = ()) -> None:
         self.ties, self.root, self.names = ties, root, names
         self.reads, self.writes, self.rides = (ties.mask(ties.roles[role]) for role in ("reads", "writes", "rides"))
         self.ignored, self.added = ties.mask(ties.ignored), ties.mask(ties.added)
         self.normed = ties.mask([root[norm.units] for norm in ties.norms])
         exposed = ((atoms[self.normed[root[atoms]]], why) for atoms, why in (ties.exposed if ties.norms else ()))
-        self.reasons = [*ties.freezes, *exposed, *self._torn()]
+        self.reasons = [*ties.freezes, *exposed, *self._torn(), *((heads, SERVING) for heads in serving)]
         self.frozen = np.full(ties.count, -1)  # for each root, which of `reasons` was the first
         for number, (atoms, _) in enumerate(self.reasons):
             roots = root[atoms]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
-from ellzero.graph.recording import Members, copied, recorded, walked
+from ellzero.graph.recording import Members, copied, inline, mapped, recorded, walked
 from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
@@ -96,13 +96,13 @@ def places(model: nn.Module) -> dict[str, list[str]]:
 
 def run(model: nn.Module, inputs: Inputs) -> Any:
     """Calls the model. It gets copies of the inputs: some models change theirs in place."""
-    args, kwargs = tree_map(copied, inputs)
+    args, kwargs = mapped(copied, inputs)
     return model(*args, **kwargs)
 
 
 def run_hollow(model: nn.Module, inputs: Inputs) -> None:
     """Calls the model for its way alone, in a small part of the time; raises something where numbers may turn it."""
-    walked(model, *tree_map(copied, inputs))
+    walked(model, *mapped(copied, inputs))
 
 
 Watch = Callable[[nn.Module, Inputs], Callable[[], tuple[str, ...]]]
@@ -143,16 +143,23 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
     ties.steps = [replace(s, numbers=tuple(was.get(n, n) for n in s.numbers)) for s in ties.steps]
-    graph = unify(ties, {name: name.rpartition(".")[0] for name in ties.shapes})
-    with mode(model, False), torch.no_grad():
-        graph = replace(
-            graph, stored=stored(model, graph, partial(run_hollow, model, inputs), partial(run, model, inputs))
-        )
-    for units, _ in groups_of_a_forward(model, graph):
-        graph.placed[units] = True
+    names = {name: name.rpartition(".")[0] for name in ties.shapes}
+    graph = _complete(unify(ties, names), model, inputs)
+    if graph.served:
+        graph = replace(graph, grouped=_complete(unify(ties, names, single=False), model, inputs, turns))
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
     return replace(graph, turns=turns)
+
+
+def _complete(graph: Graph, model: nn.Module, inputs: Inputs, turns: tuple[str, ...] = ()) -> Graph:
+    """The graph with the numbers that modules keep."""
+    with mode(model, False), torch.no_grad():
+        kept = stored(model, graph, partial(run_hollow, model, inputs), partial(run, model, inputs))
+    graph = replace(graph, stored=kept, turns=turns)
+    for units, _ in groups_of_a_forward(model, graph):
+        graph.placed[units] = True
+    return graph
 
 
 def whole_copy(model: nn.Module) -> nn.Module:
@@ -263,7 +270,7 @@ class _Walk:
         """The operations of a forward; None where the model has no such one: what the first walk saw stands then."""
         with mode(self.model, training), warnings.catch_warnings(action="ignore"):
             try:
-                return recorded(self.model, *tree_map(copied, inputs))
+                return recorded(self.model, *mapped(copied, inputs))
             except Exception:  # a model that depends on data, or one that rejects the batch
                 pass
             try:
@@ -278,7 +285,7 @@ class _Walk:
                     cause = "it returns a cache: pass `use_cache=False` among the example's keyword arguments"
                 what = "`torch.export` cannot trace the model with `example_inputs`"
                 raise TraceError(f"{what} ({cause}): {first_line(error)}") from error
-        _inline(program.graph_module)
+        inline(program.graph_module)
         signature = program.graph_signature
         return program.graph, {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
 
@@ -417,32 +424,3 @@ def _bound(node: Any, values: dict[Any, Any]) -> list[Any]:
     for argument in node.target._schema.arguments[len(args) :]:
         args.append(kwargs.get(argument.name, argument.default_value))
     return args
-
-
-_BLOCKS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-
-
-def _inline(module: torch.fx.GraphModule) -> None:
-    """Puts the operations of `with torch.no_grad():` and `with torch.autocast(…):` in the place of such a block."""
-    for node in list(module.graph.nodes):
-        if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _BLOCKS:
-            continue
-        place = next(k for k, a in enumerate(node.args) if isinstance(a, torch.fx.Node) and a.op == "get_attr")
-        inner: Any = module.get_submodule(node.args[place].target)
-        _inline(inner)
-        if any(n.op == "get_attr" for n in inner.graph.nodes):  # it holds on to something of its own
-            continue
-        given = iter(node.args[place + 1 :])
-        copies: dict[torch.fx.Node, Any] = {}
-        with module.graph.inserting_before(node):
-            for n in inner.graph.nodes:
-                if n.op == "placeholder":
-                    copies[n] = next(given)
-                elif n.op == "output":
-                    made = torch.fx.node.map_arg(n.args[0], copies.__getitem__)
-                else:
-                    copies[n] = module.graph.node_copy(n, copies.__getitem__)
-        for user in list(node.users):  # a block returns a tuple
-            user.replace_all_uses_with(made[user.args[1]])
-            module.graph.erase_node(user)
-        module.graph.erase_node(node)

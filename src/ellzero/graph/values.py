@@ -8,7 +8,7 @@ a weight's contracting dimension, or freezes it. Nothing here knows an operation
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal
@@ -57,6 +57,13 @@ class Value:
     def group(self, dim: int) -> Dims | None:
         """The dimensions that carry units together with `dim`, if any."""
         return next((g for g in self.carried if dim in g), None)
+
+
+def extent(value: Value, dims: Iterable[int]) -> tuple[int, list[Numbers]]:
+    """How many entries `dims` have: the product of the sizes of those that are plain, and the atoms on the others."""
+    dims = set(dims)
+    groups = [g for g in value.carried if dims.issuperset(g)]
+    return prod(value.shape[d] for d in dims.difference(*groups)), [value.carried[g] for g in groups]
 
 
 def carries(value: Value, group: Dims, out: Value) -> bool:

@@ -295,7 +295,8 @@ class Constraint(nn.Module):
         """Puts the targets in force that belong to this moment."""
         goal = torch.tensor(list(self._goal.values()), dtype=torch.float64)
         clock = torch.tensor(self._ascents, dtype=torch.float64)
-        self.target.copy_(lagrangian.targets(goal, self.warmup, clock))
+        now = lagrangian.targets(goal, self.warmup, clock)
+        self.target.copy_(now, non_blocking=True)  # a step must not wait for the device
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

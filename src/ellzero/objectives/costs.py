@@ -308,7 +308,7 @@ def _terms(which: str, gated: Gated, kept: bool, only: str | None) -> tuple[Any,
     if kept:
         return census, kept_terms(which, gated, census.kept), chosen
     tables = gated.census_tables[which]
-    terms = census.expected(*gated.alive(), tables)
+    terms = census.expected(gated.liveness.population(gated.prob_open(), gated.tables), tables)
     if len(census.sets) > 1:
         blocks = gated.liveness.open_blocks(gated.prob_open(), gated.tables)
         terms = terms * census.expected_blocks(blocks, tables)
@@ -320,7 +320,9 @@ def kept_terms(key: Hashable, gated: Gated, count: Callable[[Plan], Vector]) -> 
     of removal is not made again. It follows from what is open alone, but where evidence chooses the unit that stays.
     """
     opens, key = gated.opens().cpu().numpy().tobytes(), ("kept", key)
-    lasting = gated.taken is None and not gated.graph.balanced and not torch.compiler.is_compiling()
+    lasting = (
+        gated.taken is None and not (gated.graph.balanced or gated.graph.served) and not torch.compiler.is_compiling()
+    )
     if lasting and key in gated.memo and gated.memo[key][0] == opens:
         before: Tensor = gated.memo[key][1]
         return before

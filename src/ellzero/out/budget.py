@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ellzero.gated.module import Gated
+from ellzero.gated.taking import refuse_replaced
 from ellzero.gates.warning import warn
 from ellzero.objectives import costs
 from ellzero.objectives.checking import check_count, check_number
@@ -78,7 +79,7 @@ class Budget:
 
     Raises:
         ValueError: there is no budget, one is not a fraction or below what the gates can reach, `steps` is too small,
-            or the network has another budget already.
+            or the network has another budget already, or weights that were quantised after `attach`.
 
     Example:
         >>> import torch, ellzero as l0
@@ -122,7 +123,7 @@ class Budget:
             raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
         named = {costs.macs: macs, costs.params: params, costs.l0_norm: l0_norm, costs.units: units, Latency: latency}
         bounds = said(at_most or {}, named)
-        _check(learning, gate_lr, ema)
+        _check(gated, learning, gate_lr, ema)
         self.steps, self.bounds = check_count("steps", steps), measured(gated, bounds)
         self.settles = max(1, round(learning * steps))
         self.gate_lr = min(FASTEST, TRAVEL / self.settles) if gate_lr is None else float(gate_lr)
@@ -348,7 +349,8 @@ def _refuse_unsettled(budget: Budget) -> None:
                 )
 
 
-def _check(learning: object, gate_lr: object, ema: object) -> None:
+def _check(gated: Gated, learning: object, gate_lr: object, ema: object) -> None:
+    refuse_replaced(gated.model, gated.graph, gated.placements)
     check_number("`learning` must be a share of the steps in (0, 1]", learning, lambda x: 0 < x <= 1)
     check_number("`gate_lr` must be a positive number", 1.0 if gate_lr is None else gate_lr, lambda x: x > 0)
     check_number("`ema` must be a decay in (0, 1)", 0.5 if ema is None else ema, lambda x: 0 < x < 1)

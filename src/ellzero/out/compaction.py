@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ellzero import gates as gt
 from ellzero.gated.base.sharding import is_sharded
 from ellzero.gated.module import Gated
+from ellzero.gated.taking import refuse_replaced
 from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan, make_plan
 from ellzero.graph.tracing import Inputs, first_line, progress, run, run_hollow, telling
@@ -55,6 +56,7 @@ def fold(gated: Gated) -> nn.Module:
     """
     refuse_unfit(gated)
     refuse_sharded(gated)
+    refuse_replaced(gated.model, gated.graph, gated.placements)
     folded = _folded(gated)
     note_example(folded, gated.example_inputs)
     return folded
@@ -81,7 +83,7 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
     Raises:
         ClosedAxisError: an axis is closed as a whole and nothing carries on without it.
         CompactionError: the outputs differ, and the first layer that does is named; or one of the two does not run.
-        ValueError: a gate's parameter is not finite.
+        ValueError: a gate's parameter is not finite; or weights have been sharded or quantised since.
 
     Example:
         >>> from ellzero.gated.attaching import attach
@@ -97,6 +99,7 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
     """
     refuse_unfit(gated)
     refuse_sharded(gated)
+    refuse_replaced(gated.model, gated.graph, gated.placements)
     gated.warn_of_noise()
     if gated.drawn and bool(gated.opens().all()):
         warn("every gate is open, so that nothing gets smaller: train longer, with a larger penalty, or under a budget")

@@ -17,7 +17,7 @@ from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.objectives.costs import Cost, dense, kept, name_of, params, unwrapped
 from ellzero.out.bounding.targets import Sets, Target, asleep, of_blocks, sets_of, targets_of, weighed
-from ellzero.out.bounding.uniform import families_of, opened, step_of, uniformly
+from ellzero.out.bounding.uniform import families_of, opened, uniformly
 from ellzero.out.compaction import refuse_unfit
 from ellzero.out.latency.cost import Latency
 from ellzero.out.latency.widening import widened
@@ -147,7 +147,7 @@ def refuse_unreachable(
         cheapest = _one_of_each(gated, everything, worth)
         if uniform:
             families = families_of(gated)
-            cheapest = opened(families, [step_of(family) for family in families], worth, everything & False)
+            cheapest = opened(families, [family.widths[0] for family in families], worth, everything & False)
         least = target.kept(cheapest) / dense(target.counted, gated)
         if target.fraction < least * (1 - 1e-6):  # room for rounding
             raise target.unreachable(least)

@@ -30,10 +30,12 @@ from ellzero.graph.standins import (
     RootMeanSquare,
     Scatter,
     Select,
+    Slim,
     put_closed,
     put_nothing,
     put_scatter,
     put_select,
+    put_slim,
 )
 from ellzero.graph.tracing import canonical_names
 from ellzero.graph.trials import fingerprint
@@ -84,18 +86,22 @@ class Structure:
     eps: dict[str, dict[str, float | None]] = field(default_factory=dict)  # of norms that follow their width
     scatters: list[str] = field(default_factory=list)  # layers with a `Scatter` behind, which has their bias
     gone: dict[str, int] = field(default_factory=dict)  # modules of blocks that are gone, as `put_nothing` takes them
+    slims: dict[str, dict[str, int]] = field(default_factory=dict)  # modules with a `Slim`: its numbers
 
     def plausible(self) -> bool:
         """Whether all is of the types above, as a file may not have it."""
-        if [type(value) for value in vars(self).values()] != [str, list, dict, dict, dict, dict, dict, list, dict]:
+        if [type(value) for value in vars(self).values()] != [str, list, *[dict] * 5, list, dict, dict]:
             return False
         words = [*self.selects, *self.scatters, *self.tied.values()]
         numbers = [*self.closed.values(), *self.groups.values(), *self.gone.values()]
-        if {type(kept) for kept in (*self.sizes.values(), *self.eps.values())} - {dict}:
+        if {type(kept) for kept in (*self.sizes.values(), *self.eps.values(), *self.slims.values())} - {dict}:
             return False
         if {type(eps) for kept in self.eps.values() for eps in kept.values()} - {float, type(None)}:
             return False
-        numbers += [size for sizes in self.sizes.values() for size in sizes.values()]
+        if any(kept.keys() != {"whole", "width"} for kept in self.slims.values()):
+            return False
+        stored = (*self.sizes.values(), *self.slims.values())
+        numbers += [size for sizes in stored for size in sizes.values()]
         return {type(word) for word in words} <= {str} and {type(number) for number in numbers} <= {int, type(None)}
 
 
@@ -140,11 +146,22 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
     names = {_at_home(name, small): _at_home(first, small) for name, first in canonical_names(small).items()}
     # Copies: safetensors wants its tensors contiguous and in memory of their own.
     tensors = {name: members[name].detach().to("cpu", copy=True).contiguous() for name in dict.fromkeys(names.values())}
-    structure = Structure(type(small).__qualname__, tied={n: first for n, first in names.items() if n != first})
+    structure = _structure(small, {n: first for n, first in names.items() if n != first})
+    about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
+    about |= {"structure": json.dumps(asdict(structure)), "layers": json.dumps(fingerprint.layers(small))}
+    about["outputs"] = json.dumps(fingerprint.answers(small))
+    write_bytes(target, serialized(tensors, about | {"sha256": checksum(_header(about), tensors)}))
+
+
+def _structure(small: nn.Module, tied: dict[str, str]) -> Structure:
+    """How a network differs from a dense one."""
+    structure = Structure(type(small).__qualname__, tied=tied)
     for layer, module in small.named_modules(remove_duplicate=False):
         if isinstance(module, Select | Scatter):
             kind = structure.selects if isinstance(module, Select) else structure.scatters
             kind.append(layer.rpartition(".")[0])
+        elif isinstance(module, Slim):
+            structure.slims[layer.rpartition(".")[0]] = _sizes(module)
         elif isinstance(module, Closed | Nothing):
             (structure.gone if module.silent else structure.closed)[layer] = module.outputs
         elif type(module) is nn.Identity:
@@ -155,10 +172,7 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
             structure.sizes[layer] = sizes
         if eps := eps_of(module):
             structure.eps[layer] = eps
-    about = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "ellzero": installed_version()}
-    about |= {"structure": json.dumps(asdict(structure)), "layers": json.dumps(fingerprint.layers(small))}
-    about["outputs"] = json.dumps(fingerprint.answers(small))
-    write_bytes(target, serialized(tensors, about | {"sha256": checksum(_header(about), tensors)}))
+    return structure
 
 
 def load(model: M, path: str | os.PathLike[str]) -> M:
@@ -184,7 +198,7 @@ def load(model: M, path: str | os.PathLike[str]) -> M:
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     if any(isinstance(m, Gated) for m in model.modules()):
         raise TypeError("`model` must be a fresh dense network of the user's own class, got one with gates")
-    if any(isinstance(m, Select | Scatter | Closed | Nothing) for m in model.modules()):
+    if any(isinstance(m, Select | Scatter | Closed | Nothing | Slim) for m in model.modules()):
         raise ValueError("`model` must be a fresh dense network, got one that was made smaller already")
     source = _as_path(path)
     structure, tensors, layers, answers = _read(source)
@@ -242,6 +256,8 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
     for layer, kept in structure.eps.items():
         for key in kept.keys() & eps_of(modules[layer]).keys():
             setattr(modules[layer], key, kept[key])
+    for layer, slim in structure.slims.items():
+        put_slim(modules[layer], **slim)
     for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
         put_select(modules[layer], tensors[names[f"{layer}.select.index"]])
     for layer in {id(modules[layer]): layer for layer in structure.scatters}.values():
@@ -339,7 +355,7 @@ def _check(
     """Refuses tensors that do not fit, before anything is changed."""
     modules, members = dict(model.named_modules(remove_duplicate=False)), members_of(model)
     kept = (structure.selects, structure.closed, structure.gone, structure.groups, structure.sizes, structure.eps)
-    for layer in (layer for layers in (*kept, structure.scatters) for layer in layers):
+    for layer in (layer for layers in (*kept, structure.scatters, structure.slims) for layer in layers):
         if layer not in modules:
             refuse(f"there is a layer `{layer}`")
     expected = set(members)
@@ -356,6 +372,8 @@ def _check(
     expected = {name for name in expected if not _lies_in(name, structure.gone)}
     if odd := [layer for layer, number in structure.gone.items() if not 0 <= number <= _most(modules[layer])]:
         refuse(f"{_few(odd)} gave as much before it was gone")
+    if odd := [layer for layer, slim in structure.slims.items() if not 0 < slim["width"] < slim["whole"]]:
+        refuse(f"{_few(odd)} is shown less than its input")
     for layer, groups in structure.groups.items():
         if not isinstance(conv := modules[layer], _GROUPED) or not 1 <= groups <= conv.groups:
             refuse(f"`{layer}` is a convolution in {groups} groups")

@@ -433,24 +433,21 @@ def assert_the_same_epoch(trainers: list[Trainer]) -> None:
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.slow(first=True)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on the CPU")
-def test_a_compiled_step_is_the_step_to_rounding() -> None:
-    """As a recipe compiles it, with C++, on a network for which there is little of it: the rest is in the next test."""
-    # What the processor can do is not tried out, and vectors are not used: their headers take longest to read.
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": True, "cpp.simdlen": 1}):
-        assert_the_same_epoch(compiled_and_not(recipe(network=SHALLOW.name)))
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    [
+        pytest.param(1, "inductor", marks=[
+            pytest.mark.slow(first=True),
+            pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on the CPU"),
+        ]),
+        pytest.param(2, "aot_eager", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_compiled_step_is_the_step_to_rounding(size: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole, without a break in a graph, each part once, and again when the gates are fixed.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "backend"), [(1, "eager"), (2, "aot_eager")])
-def test_a_step_is_compiled_as_a_whole_and_again_when_the_gates_are_fixed(
-    size: int, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without C++, which takes most of the time, without a break in a graph, and each part once.
-
-    Autograd is traced ahead of time for a stack alone, while its gates learn: for one run the test above does it, and
-    with fixed gates there is less of the same.
+    One run as a recipe compiles it, with C++, on a network for which there is little of it, and a stack with autograd
+    traced ahead of time; both while the gates learn: with fixed gates there is less of the same.
     """
     from torch._dynamo.backends.registry import lookup_backend
 
@@ -461,12 +458,13 @@ def test_a_step_is_compiled_as_a_whole_and_again_when_the_gates_are_fixed(
         return (behind if len(graphs) < 3 else plain)(module, inputs)
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting, fullgraph=True))
-    basis = recipe(
-        network=SHALLOW.name, placement="per_layer", at_most={"fc1": 0.3, "fc2": 0.5}, cost="params", dual="ascent",
-        dual_lr=0.5, l2=0.01, finetune_epochs=1,
-    )  # fmt: skip
-    trainers = compiled_and_not(*[basis, basis.override(seed=1, cost="l0_norm", at_most=0.2)][:size])
-    assert_the_same_epoch(trainers)
+    alone = recipe(network=SHALLOW.name, at_most=0.3, dual="ascent", dual_lr=0.5, finetune_epochs=1)
+    paper = alone.override(placement="per_layer", at_most={"fc1": 0.3, "fc2": 0.5}, cost="params", l2=0.01)
+    stack = [paper, paper.override(seed=1, cost="l0_norm", at_most=0.2)]
+    trainers = compiled_and_not(*(stack if size == 2 else [alone]))
+    # What the processor can do is not tried out, and vectors are not used: their headers take longest to read.
+    with torch._inductor.config.patch({"cpp.vec_isa_ok": True, "cpp.simdlen": 1}):
+        assert_the_same_epoch(trainers)
     assert all(trainer.lagrangian.multiplier.any() for trainer in trainers)
     assert len(graphs) == 2  # the Lagrangian and the ascent, in two steps
     for trainer in trainers:

@@ -7,6 +7,7 @@ Which fields there are is in `fields`.
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, final, get_args, get_origin
 
@@ -72,11 +73,7 @@ class Described:
 
 def checked(hint: Any, name: str, value: Any) -> Any:
     """The value in the type that the hint says, if it is what it must be: 1 becomes 1.0, a list a tuple."""
-    kind, parts, span = get_origin(hint) or hint, get_args(hint), Range("true or false", lambda _: True)
-    if kind is Annotated:
-        span = next((part for part in parts if isinstance(part, Range)), span)
-        hint = parts[0]
-        kind, parts = get_origin(hint) or hint, get_args(hint)
+    kind, parts, span = _taken_apart(hint)
     if kind in (Union, UnionType):  # one value, or one by pattern, or none
         many = next((part for part in parts if get_origin(part) is dict), parts[0])
         as_it_is = (value is None and NoneType in parts) or any(value in get_args(p) for p in parts if _is_literal(p))
@@ -86,7 +83,7 @@ def checked(hint: Any, name: str, value: Any) -> Any:
     if kind is tuple:
         return _rising(parts[0], name, value)
     if kind is Literal:
-        kind, span = str, Range(" or ".join(f'"{option}"' for option in parts), parts.__contains__)
+        kind = str
     right = isinstance(value, int | float if kind is float else kind) and (kind is bool or not isinstance(value, bool))
     if kind is float:
         right = right and abs(value) <= sys.float_info.max  # nan is not
@@ -95,6 +92,18 @@ def checked(hint: Any, name: str, value: Any) -> Any:
     if not right or not span.accepts(value):
         raise _refusal(name, span.words, value)
     return float(value) if kind is float else value
+
+
+@cache  # there are few, and thousands of recipes
+def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...], Range]:
+    """A hint's kind, its parts, and which values it takes."""
+    kind, parts, span = get_origin(hint) or hint, get_args(hint), Range("true or false", lambda _: True)
+    if kind is Annotated:
+        span = next((part for part in parts if isinstance(part, Range)), span)
+        kind, parts = get_origin(parts[0]) or parts[0], get_args(parts[0])
+    if kind is Literal:
+        span = Range(" or ".join(f'"{option}"' for option in parts), parts.__contains__)
+    return kind, parts, span
 
 
 def _is_literal(hint: Any) -> bool:

@@ -45,7 +45,8 @@ class Recipe(Fields):
 
     def __post_init__(self) -> None:
         for name, known in FIELDS.items():
-            object.__setattr__(self, name, checked(known.hint, name, getattr(self, name)))
+            if (value := getattr(self, name)) is not known.default:  # which is as `checked` leaves it
+                object.__setattr__(self, name, checked(known.hint, name, value))
         plain = self.to_dict()
         for name, known in FIELDS.items():
             for rule in known.rules:

@@ -25,6 +25,7 @@ def attention(
     grouped: bool = False,
 ) -> Value:
     """Each head by itself: what lies on the heads is carried on, the dimensions of one head are one unit."""
+    call.numbers = (dropout, is_causal, scale)  # whether heads are in groups shows in how many there are
     if grouped:  # each head of keys and values serves several of queries, one after the other; a lone one serves all
         times = {x.shape[-3]: q.shape[-3] // x.shape[-3] for x in (k, v) if x.shape[-3] > 1}
         k, v = (

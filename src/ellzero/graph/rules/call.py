@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ellzero.graph.axes import Numbers, Role
+from ellzero.graph.axes import Numbers, Product, Role
 from ellzero.graph.ties import Ties
-from ellzero.graph.values import Value, freeze
+from ellzero.graph.values import Value, extent, freeze
 
 
 @dataclass
@@ -43,20 +43,20 @@ class Call:
             return f"the parametrization of `{owner}{rest.partition('.')[0]}`"
         return f"`{self.op}`" + (f" in `{self.module}`" if self.module else "")
 
-    def multiplies(
-        self, factor: float, weight: Value | None, left: Numbers | None = None, right: Numbers | None = None
-    ) -> None:
-        """Records MACs: `factor` for each entry of `weight`, or of `left` × `right` where it is no whole parameter."""
+    def multiplies(self, factor: float, weight: Value | None, along: Sequence[Numbers] = ()) -> None:
+        """Records MACs: `factor` for each entry of `weight` and of all `along`, which are units that it meets beside
+        its own.
+        """
         self.contracts = True
         if not self.evaluates:
             return
         source = weight.source if weight is not None else None
         name = (source.rpartition(".")[0] or source) if source else self.module
-        if weight is not None and source and prod(weight.shape) == prod(self.ties.shapes[source]):
-            self.ties.products.append((name, factor / self.batch, source, None, None))
-        else:
-            kernel = prod(weight.shape[2:]) if weight is not None else 1
-            self.ties.products.append((name, factor * kernel / self.batch, None, left, right))
+        whole = weight is not None and source is not None and prod(weight.shape) == prod(self.ties.shapes[source])
+        if weight is not None and not whole:
+            plain, own = extent(weight, range(weight.ndim))
+            factor, along = factor * plain, [*own, *along]
+        self.ties.products.append(Product(name, factor / self.batch, source if whole else None, tuple(along)))
 
     def reader(self, weight: Value, atoms: Numbers, what: Numbers | None, x: Value) -> None:
         """A contracting dimension of `weight`, whose atoms are `atoms`, reads `what` (the atoms of `x` there)."""

@@ -44,8 +44,8 @@ def _convolve(call: Call, x: Value, weight: Value, bias: Value | None, groups: i
         writes = _depthwise(call, weight, what, n_in, n_out, transposed, x)
     else:
         writes = _grouped(call, x, weight, what, groups, n_in, n_out, transposed)
-    positions = prod(x.shape[channel + 1 :] if transposed else call.shape[channel + 1 :]) * prod(x.shape[:channel])
-    call.multiplies(positions, weight, writes, values.solid(ties, weight, into))
+    examples, along = values.extent(x, range(channel))
+    call.multiplies(prod((x.shape if transposed else call.shape)[channel + 1 :]) * examples, weight, along)
     carried = {g: a for g, a in x.carried.items() if max(g) < channel} | {(channel,): writes}
     result = Value(call.shape, carried, "a dimension of space")
     if bias is None:

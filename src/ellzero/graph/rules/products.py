@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from ellzero.graph import values
-from ellzero.graph.axes import Numbers
+from ellzero.graph.axes import Numbers, Served
 from ellzero.graph.rules.call import Call, couples, tensors, unknown
 from ellzero.graph.values import Value
 
@@ -24,9 +25,10 @@ def _matrix_product(call: Call, x: Value, weight: Value, into: int, out: int, bi
     reading = values.solid(ties, weight, into)
     call.reader(weight, reading, values.single(ties, x, x.ndim - 1), x)
     carried = {g: a for g, a in x.carried.items() if x.ndim - 1 not in g}
+    positions, along = values.extent(x, range(x.ndim - 1))
     carried[(x.ndim - 1,)] = values.solid(ties, weight, out)
     call.writer(weight, carried[(x.ndim - 1,)])
-    call.multiplies(prod(x.shape[:-1]), weight, reading, carried[(x.ndim - 1,)])
+    call.multiplies(positions, weight, along)
     result = Value(call.shape, carried, x.why)
     return result if bias is None else values.elementwise(ties, [result, bias], call.shape)
 
@@ -46,6 +48,8 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     # of the output is as large as 0: there an operand meets nothing.)
     rows = Value((*a.shape[:-1], 0), values.without(ties, a, [a.ndim - 1], reason), a.why)
     columns = Value((*b.shape[:-2], 0, b.shape[-1]), values.without(ties, b, [b.ndim - 2], reason), b.why)
+    if a.source is b.source is None and rows.ndim == columns.ndim:
+        _serve(call, rows, columns)
     for v in (a, b):
         if v.source is not None:  # a weight on the left, or one of three dimensions: sliced with the axis, never gated
             for atoms in v.carried.values():
@@ -54,8 +58,29 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     alone = [atoms for dims, atoms in out.carried.items() if dims[0] < len(call.shape) - 2]
     ties.heads.extend(alone)
     ties.attending.extend(alone if a.source is b.source is None else [])
-    _count(call, out, a.shape[-1])
+    entries, along = values.extent(out, range(out.ndim))
+    call.multiplies(entries * a.shape[-1], None, along)
     return out
+
+
+def _serve(call: Call, rows: Value, columns: Value) -> None:
+    """Where heads of keys or values are repeated, one for each of several queries: these may go one by one."""
+    for d in range(rows.ndim - 2):
+        queries, group = rows.carried.get((d,)), columns.group(d)
+        if queries is None or group is None or columns.shape[d] != rows.shape[d]:
+            continue
+        lines = np.moveaxis(columns.carried[group], group.index(d), 0).reshape(len(queries), -1)
+        times = len(lines) // len(np.unique(lines[:, 0]))
+        if (
+            (times == 1 and not call.ties.serves_one)
+            or len(np.unique(queries)) < len(queries)
+            or not np.array_equal(lines, np.repeat(lines[::times], times, 0))
+        ):
+            continue
+        values.narrow(call.ties, columns, [other for other in group if other != d])
+        heads = columns.carried.pop((d,))[::times]
+        columns.shape = (*columns.shape[:d], 0, *columns.shape[d + 1 :])  # there it meets nothing
+        call.ties.served.append(Served(call.module, heads, queries.reshape(-1, times)))
 
 
 def _several_matrices(call: Call, a: Value, b: Value) -> Value:
@@ -69,26 +94,20 @@ def _several_matrices(call: Call, a: Value, b: Value) -> Value:
     what = values.single(ties, x, x.ndim + summed)
     call.reader(weight, reading, what, x)
     call.writer(weight, writing)
-    other = x.ndim + (-1 if left else -2)
-    batch = values.without(ties, x, [other], f"{call.where} multiplies along it and along another axis")
-    batch = {g: atoms for g, atoms in batch.items() if x.ndim + summed not in g}
-    ones = (Value((*v.shape[:-2], 0, 0), c, v.why, v.source) for v, c in ((x, batch), (weight, weight.carried)))
-    batches = (replace(v, carried={g: t for g, t in v.carried.items() if max(g) < v.ndim - 2}) for v in ones)
-    made = values.elementwise(ties, list(batches), call.shape)
+    other = -1 if left else -2
+    values.narrow(ties, x, [x.ndim + other])
+    ones = (Value((*v.shape[:-2], 0, 0), v.carried, v.why, v.source) for v in (x, weight))
+    batches = [replace(v, carried={g: t for g, t in v.carried.items() if max(g) < v.ndim - 2}) for v in ones]
+    made = values.elementwise(ties, batches, call.shape)
     ties.heads.extend(made.carried.values())
+    rest: dict[values.Dims, Numbers] = {
+        (len(call.shape) + other,): x.carried[g] for g in x.carried if g == (x.ndim + other,)
+    }
+    beside = {g: t for g, t in made.carried.items() if not values.carries(batches[1], g, made)} | rest
+    entries, along = values.extent(replace(made, carried=beside), range(made.ndim))
     source = ties.shapes[weight.source or ""]
-    call.multiplies(prod(call.shape) * x.shape[summed] / prod(source), replace(weight, shape=source))
-    return replace(made, carried={**made.carried, (len(call.shape) + out,): writing}, why=x.why)
-
-
-def _count(call: Call, out: Value, summed: int) -> None:
-    """MACs of a product that is no parameter's, along two axes at most: heads before places."""
-    along = sorted(out.carried.items(), key=itemgetter(0))
-    for _, atoms in along[2:]:
-        call.ties.freeze(atoms, f"{call.where} multiplies along two other axes")
-    counted = {d for dims, _ in along[:2] for d in dims}
-    plain = [size for d, size in enumerate(call.shape) if d not in counted]
-    call.multiplies(prod(plain) * summed, None, *(atoms for _, atoms in along[:2]))
+    call.multiplies(entries * x.shape[summed] / prod(source), replace(weight, shape=source), along)
+    return replace(made, carried={**made.carried, **rest, (len(call.shape) + out,): writing}, why=x.why)
 
 
 @couples("addmm", "baddbmm")
@@ -138,7 +157,8 @@ def einsum(call: Call, equation: str, operands: list[Value], *_: Any) -> Value |
     alone = [atoms for dims, atoms in made.carried.items() if both.intersection(dims)]
     call.ties.heads.extend(alone)
     call.ties.attending.extend(alone if not any(v.source for v in operands) else [])
-    _count(call, made, prod(n for c, n in sizes.items() if c not in out))
+    entries, along = values.extent(made, range(made.ndim))
+    call.multiplies(entries * prod(n for c, n in sizes.items() if c not in out), None, along)
     return made
 
 
@@ -167,5 +187,7 @@ def _read_by_letters(call: Call, x: Value, weight: Value, at: str, of: str, out:
         if c in of:
             carried[(d,)] = values.solid(ties, weight, of.index(c))
             call.writer(weight, carried[(d,)])
-    call.multiplies(prod(n for c, n in zip(at, x.shape, strict=True) if c not in of), weight)
+    positions, along = values.extent(kept, [d for d, c in enumerate(out) if c not in of])
+    summed = prod(n for c, n in zip(at, x.shape, strict=True) if c not in of + out)
+    call.multiplies(positions * summed, weight, along)
     return Value(call.shape, carried, x.why)

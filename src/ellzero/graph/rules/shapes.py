@@ -147,8 +147,8 @@ def repeat(call: Call, x: Value, times: Any, dim: Any = None, *_: Any) -> Value 
     if call.op == "repeat_interleave":
         if not isinstance(times, int) or not isinstance(dim, int):
             return unknown(call, [x])
-        call.numbers = times, dim  # and not how large it becomes, which follows
         dim = axis(dim, x.ndim)
+        call.numbers = (dim,)  # and not how often, which shows in how large it becomes
         return values.take(x, dim, np.repeat(np.arange(x.shape[dim]), times))
     for _new in range(len(call.shape) - x.ndim):
         x = values.insert(x, 0)

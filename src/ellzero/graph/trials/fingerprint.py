@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ellzero.graph.standins import Closed, FewerHeads, Nothing, Scatter, Select
+from ellzero.graph.standins import Closed, FewerHeads, Nothing, Scatter, Select, Slim
 from ellzero.graph.tracing import Inputs
 from ellzero.graph.trials.running import outputs
 
 # What stands for nothing in evaluation, and what stands for a layer that is gone.
-_NOTHING = (_DropoutNd, nn.Identity, Select, Scatter, Closed, Nothing)
+_NOTHING = (_DropoutNd, nn.Identity, Select, Scatter, Slim, Closed, Nothing)
 # What shrinks with the tensors, and what does not matter in evaluation.
 _FREE = {
     "training", "in_features", "out_features", "in_channels", "out_channels", "groups", "num_features", "num_groups",

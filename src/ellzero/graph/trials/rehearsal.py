@@ -8,19 +8,19 @@ comes out is compared with the copy whose reading weights are set to zero at tho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from ellzero.graph.axes import Block, Graph, Numbers
+from ellzero.graph.axes import Axis, Block, Graph, Numbers
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
-from ellzero.graph.stored import group_norms, groups_of_a_forward
+from ellzero.graph.stored import group_norms, groups_of_a_forward, widths_of_inputs
 from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials.blocks import found
+from ellzero.graph.trials.drawing import HowMuch, cells, drawn
 from ellzero.graph.trials.retracing import strays
 from ellzero.graph.trials.running import (
     Coarsest,
@@ -38,8 +38,8 @@ from ellzero.graph.trials.scenes import Loans, Scene, loans, moving, staged
 UNSEEN = "the example input does not show whether the output depends on it"
 STUCK = "groups and cuts along it let no part of its units go"
 ONE_GROUP = "the groups of its norms make one unit of it, which cannot go as a whole"
+BY_WIDTH = "; a forward that keeps the size of a head in `self`, and lays heads out by it alone, can lose some"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
-HowMuch = Literal["one", "half", "many", "some", "uneven", "most"]
 _LEVELS: tuple[HowMuch, ...] = ("many", "some", "most")  # of removal, one after the other
 # From the whole network; all but the last two only where a forward costs next to nothing.
 _FURTHER: tuple[HowMuch, ...] = ("one", "half", "uneven", "uneven", "uneven", "uneven")
@@ -47,9 +47,29 @@ _FOLLOWED: tuple[HowMuch, ...] = ("half", "many", *_FURTHER)  # as many as it ta
 
 
 def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
-    """The graph with every axis frozen whose units cannot be removed, and `can_vanish` where whole layers can be."""
+    """The graph with every axis frozen whose units cannot be removed, and `can_vanish` where whole layers can be.
+
+    Queries that share a head of keys go one by one if that is all right; or so that two of each stay, since many
+    forwards take another way where there is nothing to repeat; or all at once.
+    """
     if is_large(model):
         give_back()  # what tracing took
+    queries = {int(s.queries[0, 0]) for s in graph.served}
+    two = tuple(replace(s, least=2) for s in graph.served)
+    ways = [graph, *([replace(graph, served=two)] if any(s.queries.shape[1] > 2 for s in two) else [])]
+    for way in ways if graph.served else ():
+        out = _proven(model, way, inputs)
+        was, now = ({o for a, o in zip(g.axes, g.offsets, strict=False) if a.frozen is None} for g in (graph, out))
+        if not any(start <= query < start + a.size for query in queries for a, start in _spans(graph, was - now)):
+            return out
+    return _proven(model, graph.grouped or graph, inputs)
+
+
+def _spans(graph: Graph, starts: Collection[int]) -> list[tuple[Axis, int]]:
+    return [(a, o) for a, o in zip(graph.axes, graph.offsets, strict=False) if o in starts]
+
+
+def _proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     bench = _Bench(model, graph, inputs)
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
     reasons = dict.fromkeys(bench.unseen(free), UNSEEN)
@@ -58,6 +78,8 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     reasons |= {k: why for units, why in told for k in free if bench.among(units, k)}
     sets = _together(graph, [k for k in free if k not in reasons])
     survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
+    survivors = _shown_less([s for s in sets if s not in survivors], survivors, bench, reasons)
+    graph = bench.graph
     good = _sift(survivors, [], bench.keeps_its_way, reasons)
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
     lone = [s for s in sets if all(graph.axes[k].size == 1 for k in s)]
@@ -80,7 +102,28 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     matters = np.repeat([a.frozen is None for a in axes] + [False], [a.size for a in axes] + [1])  # the last: unit -1
     balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
-    return replace(graph, axes=tuple(axes), balances=balances, steps=steps)
+    return replace(graph, axes=tuple(axes), balances=balances, steps=steps, grouped=None)
+
+
+def _shown_less(
+    failed: Sequence[Together], good: list[Together], bench: _Bench, reasons: dict[int, str]
+) -> list[Together]:
+    """Tries heads again whose forward goes by the width of its input: it is shown a smaller one."""
+    slims = dict(widths_of_inputs(bench.graph, [k for s in failed for k in s if k in reasons]))
+    again, before = [s for s in failed if slims.keys() & set(s)], bench.graph
+    if not again:
+        return good
+    bench.graph = replace(before, stored=(*before.stored, *slims.values()))
+    why: dict[int, str] = {}
+    out = _sift(again, good, bench.survives_parts, why)
+    passed = [k for s in out for k in s]
+    for k in slims:
+        reasons[k] += BY_WIDTH if reasons[k].startswith("the model does not run") else ""
+        before.placed[slims[k].units] = True  # whether anything else looks at the input, a trace tells
+        if k in passed:
+            del reasons[k]
+    bench.graph = replace(before, stored=(*before.stored, *(slims[k] for k in passed if k in slims)))
+    return out
 
 
 def blocks_of(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ...]:
@@ -245,8 +288,13 @@ class _Bench:
             tried.append((plan.units, scenes))
         # Who asks whether a number is even, say, may get the same answer twice. A large one is asked when small.
         first, scenes = (4, tried[0][1]) if is_large(self.original) else (0, self.scenes)
+        seen = {tried[0][0].tobytes()}
         for seed, much in list(enumerate(_FURTHER))[first:]:
-            failure, _ = self.survives(self._part(axes, much, scenes[0].done, seed), scenes)
+            plan = self._part(axes, much, scenes[0].done, seed)
+            if (units := plan.units.tobytes()) in seen:  # few units: the same ones again
+                continue
+            seen.add(units)
+            failure, _ = self.survives(plan, scenes)
             if failure is not None:
                 return failure
         _, self.some, self.few = tried
@@ -338,7 +386,7 @@ class _Bench:
             masked, usual = scene.masked(self.graph, plan.units, gone, blocks=plan.blocks)
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed", []
-            if what := usual.departure(calls, plan.renamed(scene.model, small.model)):
+            if what := usual.departure(calls, plan.renamed(scene.model, small.model, scene.done)):
                 return f"the model does something else with a unit of it removed: {what}", []
             small.last = None  # outputs may be large, and nobody asks for these again
             if scene.done is not None:
@@ -357,41 +405,12 @@ class _Bench:
         return slice(self.graph.offsets[axis], self.graph.offsets[axis] + self.graph.axes[axis].size)
 
     def _part(self, axes: Sequence[int], much: HowMuch, done: Plan | None = None, seed: int = 0) -> Plan:
-        """Removes one of what is left of each axis, half, many, one or many, any number or all but one; as many of each
-        group of a convolution. "Many" is uneven: what is as large as something else by chance must not stay so. And it
-        leaves the ends: who takes the first or last ones by their number, or draws a number for each, gets others.
-        """
-        random = np.random.default_rng(seed)
+        """Removes some of what is left of each axis."""
         left = self.without([]) if done is None else done.units
-        alive = left.copy()
         for k in axes:
             if k not in self.cells:
-                self.cells[k] = _cells(self.graph, self.span(k))
-            cells = [cell[alive[cell]] for cell in self.cells[k]]
-            parts = int(np.gcd.reduce([len(cell) for cell in cells]))
-            many = min(round(parts * random.uniform(0.4, 0.9)), max(parts - 2, 1))
-            wanted = {"one": 1, "half": parts // 2, "many": many, "some": random.choice([1, many]), "most": parts - 1}
-            taken = int(random.integers(parts)) if much == "uneven" else min(max(wanted[much], 1), parts - 1)
-            for cell in cells:
-                order = random.permutation(cell)
-                if much == "many" and len(cell) > 1:
-                    order = np.concatenate([cell[1:2], random.permutation(cell[2:-1]), cell[:1], cell[-1:]])
-                    order = order if len(cell) > 2 else cell
-                alive[order[: len(cell) // parts * taken]] = False
-        return _within(self.graph, alive, left)
-
-
-def _cells(graph: Graph, span: slice) -> list[Numbers]:
-    """The units of an axis, in sets that lie in the same groups of all grouped convolutions."""
-    place: list[list[int]] = [[] for _ in range(span.stop - span.start)]
-    for balance in graph.balances:
-        for number, row in enumerate(balance):
-            for unit in np.unique(row[(row >= span.start) & (row < span.stop)]).tolist():
-                place[unit - span.start].append(number)
-    cells: dict[tuple[int, ...], list[int]] = {}
-    for unit, numbers in enumerate(place, span.start):
-        cells.setdefault(tuple(numbers), []).append(unit)
-    return [np.array(cell) for cell in cells.values()]
+                self.cells[k] = cells(self.graph, self.span(k))
+        return _within(self.graph, drawn(self.graph, left, [self.cells[k] for k in axes], much, seed), left)
 
 
 def _within(graph: Graph, alive: Mask, left: Mask, *, refuse: bool = False, blocks: Sequence[int] = ()) -> Plan:

@@ -12,25 +12,27 @@ import time
 from collections.abc import Mapping
 from itertools import zip_longest
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ellzero.graph.axes import Graph, Layout, Numbers, Step
+from ellzero.graph.axes import Graph, Layout, Numbers, Served, Step
 from ellzero.graph.plan import Mask, Plan
 from ellzero.graph.ties import Ties, classes
 from ellzero.graph.tracing import Inputs, TraceError, shapes, walk
 
+Shares = Mapping[int, tuple[int, int]]  # by head of keys: how many queries it served, and serves
 _NONE = Step(())
 _RESHAPES = dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), "reshape")  # one thing by several names
 
 
-def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs, renamed: Mapping[float, float]) -> str | None:
+def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs, renamed: Mapping[Any, float]) -> str | None:
     """How the forward of `small`, on which `plan` was carried out, departs from the traced one; None if it does not.
     `renamed` tells of numbers in `small` what they were.
     """
-    ties = Ties(shapes(small), graph.parameters, like=graph.steps)
+    ties = Ties(shapes(small), graph.parameters, like=graph.steps, serves_one=bool(graph.served))
     try:
         walk(small, ties, inputs, time.monotonic() + 600)
     except TraceError as error:
@@ -38,12 +40,14 @@ def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs, renamed: 
     units = _units(graph, plan, ties)
     if units is None:
         return "other units of it meet with a unit of it removed"
+    shares = {head: (s.queries.shape[1], _share(s, plan.units)) for s in graph.served for head in s.heads.tolist()}
     for whole, left in zip_longest(graph.steps, ties.steps, fillvalue=_NONE):
         if _RESHAPES.get(whole.op, whole.op) != _RESHAPES.get(left.op, left.op):
             return f"the model takes another path with a unit of it removed (`{left.op}` instead of `{whole.op}`)"
         if whole.numbers != left.numbers and whole.numbers != tuple(renamed.get(n, n) for n in left.numbers):
             return f"`{whole.op}` gets another number with a unit of it removed ({whole.numbers} become {left.numbers})"
-        if not all(_same(a, b, plan.units, units) for a, b in zip_longest(whole.made, left.made)):
+        some = shares if shares and any(_of_heads(layout, shares) for layout in whole.made) else {}
+        if not all(_same(a, b, plan.units, units, some, whole.op) for a, b in zip_longest(whole.made, left.made)):
             return f"`{whole.op}` takes other units with a unit of it removed: it looks at places, not at shares"
     return None
 
@@ -60,20 +64,46 @@ def _units(graph: Graph, plan: Plan, ties: Ties) -> Numbers | None:
     root = classes(ties.count, ties.pairs)
     unit = np.full(ties.count, -1)
     np.maximum.at(unit, root, known)
-    return unit[root] if ((known < 0) | (known == unit[root])).all() else None
+    unit, right = unit[root], (known < 0) | (known == unit[root])
+    head = np.append(np.arange(len(plan.units)), -1)  # of each query; another unit is its own
+    for served in graph.served:
+        head[served.queries] = served.heads[:, None]
+    meet = ((unit[s.heads][:, None], head[unit[s.queries]]) for s in ties.served)
+    return unit if right.all() and all(((a == b) | (a < 0) | (b < 0)).all() for a, b in meet) else None
 
 
-def _same(whole: Layout | None, left: Layout | None, kept: Mask, units: Numbers) -> bool:
-    """Whether what is left of a tensor has the units that stay, in their order, and all else."""
+def _share(served: Served, kept: Mask) -> int:
+    """How many queries each head of keys has that is left."""
+    return int(kept[served.queries].sum(1).max())
+
+
+def _of_heads(layout: Layout, shares: Shares) -> bool:
+    return any(numbers.flat[0] in shares for numbers in layout[1].values() if numbers.size)
+
+
+def _same(whole: Layout | None, left: Layout | None, kept: Mask, units: Numbers, shares: Shares, op: str) -> bool:
+    """Whether what is left of a tensor has the units that stay, in their order, and all else. Heads of keys may lie
+    there once for each of the queries that they serve.
+    """
     if whole is None or left is None or len(whole[0]) != len(left[0]):
         return False
     (shape, carried), (sizes, there) = whole, left
     plain = [d for d in range(len(shape)) if not any(d in dims for dims in carried)]
     for dims, numbers in carried.items():
         stays = numbers[kept[numbers] | (numbers < 0)]
+        was, now = shares.get(int(numbers.flat[0]), (1, 1)) if numbers.size else (1, 1)
+        if prod(sizes[d] for d in dims) != len(stays) and len(stays) % was == 0:
+            stays = np.repeat(stays.reshape(-1, was)[:, :1], now, 1).ravel() if _once_each(stays, was) else stays
         if prod(sizes[d] for d in dims) != len(stays):
             return False
         # With a single unit left, a reshape may see no units in a dimension where it saw some.
         if dims in there and not np.array_equal(units[there[dims]].ravel(), stays):
             return False
-    return all(shape[d] == sizes[d] for d in plain)
+    repeats = set(shares.values()) if op == "expand" else set()
+    return all(shape[d] == sizes[d] or (shape[d], sizes[d]) in repeats for d in plain)
+
+
+def _once_each(units: Numbers, times: int) -> bool:
+    """Whether each lies there so many times, one after the other."""
+    rows = units.reshape(-1, times)
+    return bool((rows == rows[:, :1]).all())

@@ -138,6 +138,10 @@ def _refuse_no_heads(query: Any) -> None:
         raise ValueError("attention without a head or a unit, which ends the process on a GPU")
 
 
+# What follows from sizes: how large something becomes, and whether heads are in groups.
+_OF_SIZES = (("repeat_interleave", "output_size"), ("scaled_dot_product_attention", "enable_gqa"))
+
+
 class Calls(TorchFunctionMode):
     """Lists the torch functions that are called, each with its numbers; sizes and places follow what is there."""
 
@@ -165,19 +169,25 @@ class Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         name = str(getattr(func, "__name__", func))
         sized = name in SIZED or name in ("__getitem__", "__setitem__")
-        told = {k: v for k, v in (kwargs or {}).items() if (name, k) != ("repeat_interleave", "output_size")}
-        numbers = [] if sized else [t for t in flat((args, told)) if isinstance(t, int | float | str)]
+        told = {k: v for k, v in kwargs.items() if (name, k) not in _OF_SIZES} if kwargs else {}
+        numbers = [] if sized else [t for t in flat((args, told)) if isinstance(t, (int, float, str))]
         out = func(*args, **(kwargs or {}))
-        self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
+        if isinstance(out, Tensor) or name != "__get__":  # who looks at a shape does nothing yet
+            self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
         return out
 
-    def departure(self, other: Calls, renamed: Mapping[float, float]) -> str | None:
+    def departure(self, other: Calls, renamed: Mapping[Any, float]) -> str | None:
         """Where another forward leaves this way, in words; None if it takes the same. `renamed` tells of numbers there
         what they are here.
         """
         for (name, told, _), (now, gets, _) in zip_longest(self.made, other.made, fillvalue=("nothing", [], 0)):
             if name != now:
                 return f"it calls `{now}` instead of `{name}`"
+            gets = (
+                gets
+                if gets == told
+                else [renamed.get((name, number), number) if not k else number for k, number in enumerate(gets)]
+            )
             if told != gets and told != [renamed.get(number, number) for number in gets]:
                 return f"`{name}` gets {gets} instead of {told}"
         return None
@@ -206,7 +216,7 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
 @contextmanager
 def seeded(model: nn.Module) -> Iterator[None]:
     """Without gradients, and with the same random numbers at every call, of which torch's own state shows no trace."""
-    devices = {t.device for t in model.parameters() if t.device.type == "cuda"}
+    devices = {t.device for t in model.parameters() if t.device.type == "cuda"} if torch.cuda.is_initialized() else ()
     generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
     before = [generator.get_state() for generator in generators]
     try:

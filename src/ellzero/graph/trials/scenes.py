@@ -25,6 +25,7 @@ from ellzero.graph.tracing import Inputs, places, run, whole_copy
 from ellzero.graph.trials.running import Calls, disturb, lean, move, seeded, tensors_of
 
 Lends = Callable[[str, Tensor], None]
+_MANY = 10_000  # numbers, whose memory matters
 _LENDING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -348,7 +349,7 @@ def closed(
         for dims, whole in sites.items():
             units = whole if done is None else remaining(whole, tensor, dims, done)
             gone = ~(alive[units] | (units < 0))
-            if gone.any():
+            if np.count_nonzero(gone):
                 closing.setdefault(tensor, []).append((dims[0], gone))
     for tensor in (site.tensor for b in blocks for site in graph.blocks[b].sites):
         if tensor in members:  # else it is gone
@@ -401,7 +402,7 @@ def remaining(units: Numbers, tensor: str, dims: tuple[int, ...], done: Plan) ->
 def _exact(entries: Tensor) -> Tensor:
     """The same numbers, in half the memory where float32 holds them, as it does those of a model in float32."""
     few = entries.flatten()[:64]  # they tell most that do not fit from those that do
-    if entries.dtype != torch.float64 or not torch.equal(few.float().double(), few):
+    if entries.numel() < _MANY or entries.dtype != torch.float64 or not torch.equal(few.float().double(), few):
         return entries
     single = entries.float()
     return single if torch.equal(single.to(entries), entries) else entries

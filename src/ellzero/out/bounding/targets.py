@@ -93,14 +93,19 @@ def sets_of(target: Target, opens: Tensor, worth: Tensor, *, closing: bool) -> S
     """
     live, graph = target.gated.liveness, target.gated.graph
     of, there, loose = np.arange(live.size), opens.cpu().numpy().copy(), np.zeros(live.size, dtype=bool)
-    balanced = [] if unwrapped(target.cost)[0] is l0_norm else graph.balanced  # it counts gates, whatever stays
+    counts_gates = unwrapped(target.cost)[0] is l0_norm  # whatever stays
+    balanced, served = ([], ()) if counts_gates else (graph.balanced, graph.served)
     alone = (live.common[:, 1:] == live.one).all(1)
     alone[live.several] = False
     gate = np.where(alone & (live.common[:, 0] < live.size), live.common[:, 0], -1)  # that decides about a unit
     order = np.where(gate < 0, np.inf, worth.double().cpu().numpy()[gate] * (1 if closing else -1))
     with target.gated.assuming(opens):
-        kept = target.gated.plan(refuse=False).units if balanced else alone
-    for balances in balanced:
+        kept = target.gated.plan(refuse=False).units if balanced or served else alone
+    there_is = [(s, kept[s.queries].any(1)) for s in served]
+    for s, has in there_is if not closing else ():  # of a head of keys that is gone, one query may come back
+        loose[live.common[s.queries[~has]][live.common[s.queries[~has]] < live.size]] = True
+    rows = [([s.queries[has]], s.least) for s, has in there_is if has.any()]
+    for balances, least in [*((b, 1) for b in balanced), *rows]:
         units = np.unique(np.concatenate([b.ravel() for b in balances]))
         if units[0] < 0 or (gate[units] < 0).any():
             deciding = live.common[units[units >= 0]]
@@ -113,6 +118,8 @@ def sets_of(target: Target, opens: Tensor, worth: Tensor, *, closing: bool) -> S
             before = done.copy()
             done[left[np.argmin(order[left])]] = True
             even_out(done, balances, order)
+            if closing and (~done[balances[0]]).sum(1).max() < least:  # so few do not stay
+                done[units] = True
             together = gate[done & ~before]
             of[together] = together.min()
     return Sets(*(torch.as_tensor(x, device=opens.device) for x in (of, there, loose)))

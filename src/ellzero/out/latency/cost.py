@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ellzero.gated.alive import product
-from ellzero.gated.counting import Census, Vector
+from ellzero.gated.counting import Census, Vector, count_widths
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan
@@ -80,7 +80,7 @@ class Latency:
             clock: gives the time in seconds.
 
         Raises:
-            ValueError: gates are on single weights, which no time depends on, or on whole blocks.
+            ValueError: gates are on single weights, which no time depends on.
 
         Example:
             >>> from ellzero.gated.attaching import attach
@@ -95,8 +95,6 @@ class Latency:
         refuse_unfit(gated)
         if any(len(p.shape) > 1 for p in gated.placements):
             raise ValueError("`gated` must have gates on units: no time depends on single weights, which stay as zeros")
-        if any(p.block is not None for p in gated.placements):
-            raise ValueError("`gated` must have gates on units alone: the time of whole blocks is not measured")
         batch = None if batch is None else check_count("batch", batch)
         reference = next(p for p in gated.model.parameters() if p.is_floating_point())
         home = reference.device if device is None else _indexed(torch.device(device))
@@ -146,9 +144,10 @@ class Latency:
         if kept:
             times = kept_terms(self._key, gated, beside.kept)
         else:
-            tables = gated.census_tables["params"]
-            alive = beside.census.population(*gated.alive(), tables)
-            times = beside.chords.times(beside.census.expected_widths(alive, tables))
+            alive = gated.liveness.population(gated.prob_open(), gated.tables)
+            times = beside.chords.times(beside.census.expected_widths(alive, beside.tables))
+            if beside.chords.sets.numel():
+                times = beside.chords.within(times, gated.liveness.open_blocks(gated.prob_open(), gated.tables))
         shares = (beside.lines if kept else beside.chords).shares.to(times.device)
         seconds, factor = self.table.seconds, self.table.factor
         if only is None:
@@ -192,11 +191,11 @@ class Latency:
         if found is None:
             refuse_unfit(gated)
             self._refuse_other(gated)
-            census, home = gated.census["params"], gated.tables["ends"]
-            assert census is not None
-            rows, exact = len(census.constant), torch.zeros((), dtype=torch.float64)
-            chorded, whole = (_Lines.of(self.table, rows, x, chord=x is home) for x in (home, exact))
-            found = gated.memo[self._key] = _Beside(census, chorded, whole)
+            census, home = count_widths(gated.graph, gated.liveness), gated.tables["ends"]
+            rows, blocks = len(census.constant), len(gated.liveness.blocks)
+            homes = home, torch.zeros((), dtype=torch.float64)
+            lines = (_Lines.of(self.table, rows, blocks, x, chord=x is home) for x in homes)
+            found = gated.memo[self._key] = _Beside(census, census.tables(home.device, home.dtype), blocks, *lines)
         return found
 
     def _refuse_other(self, gated: Gated) -> None:
@@ -218,35 +217,40 @@ class _Lines:
     Args:
         curves: one for each width.
         sums: by width, the rows of the census that it is made of.
-        constants, shares: of each region.
+        constants, shares, rests: of each region.
         index: by region its widths; the number after the last for none.
         region: of each width.
+        sets: by region the blocks that it lies in; the number after the last for none.
     """
 
     curves: Curves
     sums: Tensor
     constants: Tensor
     shares: Tensor
+    rests: Tensor
     index: Tensor
     region: Tensor
+    sets: Tensor
 
     @classmethod
-    def of(cls, table: Table, rows: int, like: Tensor, *, chord: bool) -> _Lines:
+    def of(cls, table: Table, rows: int, blocks: int, like: Tensor, *, chord: bool) -> _Lines:
         along = [w for r in table.regions for w in r.along]
         knots = [(np.array(w.widths), np.array(w.shares)) for w in along]
         region = [k for k, r in enumerate(table.regions) for _ in r.along]
-        index = np.full((len(table.regions), max((len(r.along) for r in table.regions), default=0)), len(along))
+        index = np.full((len(table.regions), max([1, *(len(r.along) for r in table.regions)])), len(along))
+        sets = np.full((len(table.regions), max((len(r.blocks) for r in table.regions), default=0)), blocks)
         for k in range(len(table.regions)):
             mine = np.flatnonzero(np.array(region) == k)
             index[k, : len(mine)] = mine
+            sets[k, : len(table.regions[k].blocks)] = table.regions[k].blocks
         sums = np.zeros((len(along), rows))
         for k, width in enumerate(along):
             sums[k, list(width.rows)] = 1
-        numbers = [sums, [r.constant for r in table.regions], [r.share for r in table.regions]]
+        numbers = [sums, *([getattr(r, key) for r in table.regions] for key in ("constant", "share", "rest"))]
         return cls(
             Curves.of([chords(k) if chord else k for k in knots], like.device, like.dtype),
             *(torch.as_tensor(np.asarray(n), device=like.device, dtype=like.dtype) for n in numbers),
-            *(torch.as_tensor(np.asarray(k), device=like.device, dtype=torch.int64) for k in (index, region)),
+            *(torch.as_tensor(np.asarray(k), device=like.device, dtype=torch.int64) for k in (index, region, sets)),
         )
 
     def times(self, rows: Tensor) -> Tensor:
@@ -254,6 +258,11 @@ class _Lines:
         spans = self.shares - self.constants
         ratios = (self.curves.at(self.sums @ rows) - self.constants[self.region]) / spans[self.region]
         return self.constants + spans * product(torch.cat([ratios, ratios.new_ones(1)])[self.index], 1)
+
+    def within(self, times: Tensor, opens: Tensor) -> Tensor:
+        """These times of regions, where blocks are only so probably open."""
+        opens = product(torch.cat([opens, opens.new_ones(1)])[self.sets], 1)
+        return self.rests + opens * (times - self.rests)
 
     def gone(self, rows: Tensor) -> Tensor:
         """Which regions have a width of 0, and are not there any more."""
@@ -266,13 +275,19 @@ class _Beside:
     """A table beside a network."""
 
     census: Census
+    tables: dict[str, Tensor]
+    blocks: int
     chords: _Lines
     lines: _Lines
 
     def kept(self, plan: Plan) -> Vector:
         """Each region's share of the dense time, in the network that `plan` leaves."""
         rows = torch.as_tensor(self.census.kept_widths(plan))
-        out: Vector = torch.where(self.lines.gone(rows), 0.0, self.lines.times(rows)).numpy()
+        times = torch.where(self.lines.gone(rows), 0.0, self.lines.times(rows))
+        if self.lines.sets.numel():
+            opens = ~np.isin(np.arange(self.blocks), list(plan.blocks))
+            times = self.lines.within(times, torch.as_tensor(opens).to(times))
+        out: Vector = times.numpy()
         return out
 
 

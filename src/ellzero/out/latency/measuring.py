@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ellzero.gated.counting import Vector
+from ellzero.gated.counting import Vector, count_widths
 from ellzero.gated.module import Gated
 from ellzero.graph.plan import Plan
 from ellzero.graph.tracing import Inputs, batch_size, progress, telling
@@ -38,10 +38,11 @@ Widths = dict[int, int]  # by placement, how many gates are open; all, where it 
 
 @dataclass
 class _Sample:
-    """What was seen of one network: the rows of the census, and each region's share of the dense time."""
+    """What was seen of one network: the rows of the census, the blocks that are gone, each region's share of time."""
 
     rows: Vector
     shares: dict[str, float]
+    gone: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -112,9 +113,9 @@ class Survey:
 
     def __init__(self, gated: Gated, device: torch.device, batch: int | None, dtype: torch.dtype, clock: Clock) -> None:
         self.gated = gated if gated.taken is None else gated.expanded()
-        census = self.gated.census["params"]
-        assert census is not None
-        self.census, self.sizes = census, [gate.shape.numel() for _, gate in gated.named_gates()]
+        self.census = count_widths(self.gated.graph, self.gated.liveness)
+        self.sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
+        self.blocks = {p.block: n for n, p in enumerate(gated.placements) if p.block is not None}  # and their gates
         reference = next(p for p in self.gated.model.parameters() if p.is_floating_point())
         self.model = self.gated.model
         if (reference.device, reference.dtype) != (device, dtype):
@@ -156,7 +157,8 @@ class Survey:
             dense, *found = self.meter.regions([self._small(plan) for plan in plans])
             self.networks += len(plans)
             self.samples.append(_Sample(self.full, dense))
-            out += [_Sample(self._rows(plan), shares) for plan, shares in zip(plans, found, strict=True)]
+            seen = zip(plans, found, strict=True)
+            out += [_Sample(self._rows(plan), shares, frozenset(plan.blocks)) for plan, shares in seen]
         self.samples += out
         return out
 
@@ -171,7 +173,7 @@ class Survey:
         """For each row of the census the placements that change it."""
         moved: list[set[int]] = [set() for _ in self.full]
         for number, size in enumerate(self.sizes):
-            rows = self._rows(self._plan({number: size // 2}))
+            rows = self.full if number in self.blocks.values() else self._rows(self._plan({number: size // 2}))
             for row in np.flatnonzero(rows != self.full).tolist():
                 moved[row].add(number)
         return moved
@@ -182,16 +184,20 @@ class Survey:
         Rows that a placement changes together are one width: a stream that a layer reads and writes.
         """
         out: dict[str, list[tuple[set[int], set[int]]]] = {}
-        for name, *pair in zip(self.census.names, self.census.left.tolist(), self.census.right.tolist(), strict=True):
+        for name, factors in zip(self.census.names, self.census.rows.T.tolist(), strict=True):
             widths = out.setdefault(name, [])
-            for row in pair:
-                if moved[row]:
+            for row in factors:
+                if row < len(moved) and moved[row]:  # behind them are cumulants, of the same widths
                     rows, movers = {row}, set(moved[row])
                     for other in [w for w in widths if w[1] & movers]:
                         widths.remove(other)
                         rows, movers = rows | other[0], movers | other[1]
                     widths.append((rows, movers))
-        return {name: widths for name, widths in out.items() if widths}
+        return {name: widths for name, widths in out.items() if widths or self._around(name)}
+
+    def _around(self, name: str) -> tuple[int, ...]:
+        """The gated blocks that a region lies in."""
+        return tuple(b for b in self.blocks if self.gated.graph.blocks[b].holds(name))
 
     def _colours(self, regions: dict[str, list[tuple[set[int], set[int]]]]) -> list[list[int]]:
         """Placements that may be narrowed together: no two of them change different widths of one region."""
@@ -216,9 +222,11 @@ class Survey:
         regions = self._regions(self._moved())
         for number, colour in enumerate(colours := self._colours(regions)):
             self._follow(colour, regions, f"part {number + 1} of {len(colours) + 1}")
+        alone = self._measure([{n: 0} for n in self.blocks.values()], "blocks")
         joint, whole = self._joint(sorted(n for c in colours for n in c), f"part {len(colours) + 1}, all widths")
         found = [r for name, widths in regions.items() if (r := self._region(name, widths)) is not None]
-        effects = np.array([sum(r.share - _time(r, s.rows) for r in found) for s in joint])
+        found = _with_rests(found, dict(zip(self.blocks, alone, strict=True)))
+        effects = np.array([sum(r.share - _time(r, s) for r in found) for s in joint])
         factor = _factor(effects, np.array(whole))
         predicted = (1 - factor * effects).tolist()
         return Table(
@@ -257,21 +265,24 @@ class Survey:
         shares = [np.full(len(numbers), share) for share in (0.5, 0.25)]
         shares += [random.uniform(0.15, 1, len(numbers)) for _ in range(JOINT - 2)]
         asked = [{n: max(1, round(s * self.sizes[n])) for n, s in zip(numbers, some, strict=True)} for some in shares]
+        for widths in asked[JOINT // 2 :]:
+            widths |= {n: int(random.random() < 0.5) for n in self.blocks.values()}
         samples, whole = self._measure(asked, what), []
         for some in _some(asked):
             whole += self.meter.whole([self._small(self._plan(widths)) for widths in some])
         return samples, whole
 
     def _region(self, name: str, widths: list[tuple[set[int], set[int]]]) -> Region | None:
-        """The curves of one region, from all that was seen of it; `None` if it never ran."""
-        seen = [s for s in self.samples if (s.rows == self.full).all()]
+        """The curves of one region, from all that was seen of it with all blocks; `None` if it never ran."""
+        samples = [s for s in self.samples if not s.gone]
+        seen = [s for s in samples if (s.rows == self.full).all()]
         share = statistics.median(s.shares.get(name, 0.0) for s in seen)
         if share <= 0:
             return None
         rows = [sorted(r) for r, _ in widths]
         full = np.array([self.full[r].sum() for r in rows])
-        places = np.array([[s.rows[r].sum() for r in rows] for s in self.samples])
-        times = np.array([s.shares.get(name, 0.0) for s in self.samples])
+        places = np.array([[s.rows[r].sum() for r in rows] for s in samples])
+        times = np.array([s.shares.get(name, 0.0) for s in samples])
         along = []
         for k, mine in enumerate(rows):
             alone = (np.delete(places, k, 1) == np.delete(full, k)).all(1)
@@ -282,16 +293,30 @@ class Survey:
         together = ((places != full).sum(1) > 1) & (places > 0).all(1)
         ratios = [
             np.array([np.interp(s.rows[list(w.rows)].sum(), w.widths, w.shares) / share for w in along])
-            for s, take in zip(self.samples, together, strict=True)
+            for s, take in zip(samples, together, strict=True)
             if take
         ]
         fixed = constant(times[together], ratios, share) if len(along) > 1 else 0.0
-        return Region(name, share, fixed, tuple(along)) if along else None
+        blocks = self._around(name)
+        return Region(name, share, fixed, tuple(along), blocks) if along or blocks else None
 
 
-def _time(region: Region, rows: Vector) -> float:
-    """A region's share of the dense time, at these rows of the census."""
-    places = [float(rows[list(w.rows)].sum()) for w in region.along]
+def _with_rests(regions: Sequence[Region], alone: dict[int, _Sample]) -> list[Region]:
+    """Gives the last region of each block what stays of the block's time, by the network that is without it alone."""
+    out = list(regions)
+    for block, sample in alone.items():
+        mine = [k for k, r in enumerate(out) if block in r.blocks]
+        if mine:
+            rest = sum(out[k].share for k in mine) - (1 - sum(sample.shares.values()))
+            out[mine[-1]] = replace(out[mine[-1]], rest=max(0.0, rest))
+    return out
+
+
+def _time(region: Region, sample: _Sample) -> float:
+    """A region's share of the dense time, in a network that was seen."""
+    if sample.gone.intersection(region.blocks):
+        return region.rest
+    places = [float(sample.rows[list(w.rows)].sum()) for w in region.along]
     if not all(places):
         return 0.0
     c, span = region.constant, region.share - region.constant

@@ -22,7 +22,7 @@ class Width:
     """A width that a region's time depends on, and the region's time along it, where all other widths are dense.
 
     Args:
-        rows: of the census of parameters: the width is their sum.
+        rows: of the census of widths: the width is their sum.
         widths: from the smallest to the dense one.
         shares: the region's time at each, as shares of the dense network's.
     """
@@ -34,12 +34,23 @@ class Width:
 
 @dataclass(frozen=True)
 class Region:
-    """A layer and what follows it up to the next: `share` of the dense network's time, and the constant of `curves`."""
+    """A layer and what follows it up to the next.
+
+    Args:
+        name: of the layer.
+        share: of the dense network's time.
+        constant: that of `curves`.
+        along: the widths that its time depends on.
+        blocks: numbers of the gated blocks that it lies in.
+        rest: what it takes once one of them is gone, as the sum does that the block was a part of.
+    """
 
     name: str
     share: float
     constant: float
     along: tuple[Width, ...]
+    blocks: tuple[int, ...] = ()
+    rest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +142,10 @@ class Table:
         def width(w: dict[str, Any]) -> Width:
             return Width(tuple(w["rows"]), tuple(w["widths"]), tuple(w["shares"]))
 
-        regions = tuple(Region(**{**r, "along": tuple(map(width, r["along"]))}) for r in data["regions"])
+        def region(r: dict[str, Any]) -> Region:
+            return Region(**{**r, "along": tuple(map(width, r["along"])), "blocks": tuple(r["blocks"])})
+
+        regions = tuple(map(region, data["regions"]))
         checks = tuple((float(a), float(b)) for a, b in data["checks"])
         return cls(**{**data, "regions": regions, "checks": checks, "where": Where(**data["where"])})
 
@@ -139,7 +153,7 @@ class Table:
 def network_hash(gated: Gated) -> str:
     """Tells networks apart by their layers, tensors, products and gates; one that has shrunk is what it was."""
     graph = gated.graph
-    products = [(p.name, p.factor, p.tensor) for p in graph.products or ()]
+    products = [(p.name, p.factor, p.tensor, [a.size for a in p.along]) for p in graph.products or ()]
     kinds = {name: layer["kind"] for name, layer in layers(gated.model).items()}
     placements = [(p.name, list(p.shape)) for p in gated.placements]
     shapes = {name: list(shape) for name, shape in graph.shapes.items()}

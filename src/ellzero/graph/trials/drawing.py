@@ -1,0 +1,65 @@
+"""Which units a trial takes out: some of each axis, as many of each part that must keep as many.
+
+This file knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from ellzero.graph.axes import Graph, Numbers
+from ellzero.graph.plan import Mask
+
+HowMuch = Literal["one", "half", "many", "some", "uneven", "most"]
+
+
+def drawn(graph: Graph, left: Mask, axes: Sequence[Sequence[Numbers]], much: HowMuch, seed: int) -> Mask:
+    """What stays if one of what is left of each axis goes, half, many, one or many, any number or all but one; as many
+    of each group of a convolution. "Many" is uneven: what is as large as something else by chance must not stay so. And
+    it leaves the ends: who takes the first or last ones by their number, or draws a number for each, gets others.
+
+    Args:
+        graph: with its heads of keys, some of which go with all their queries.
+        left: the units that are there.
+        axes: of each axis its `cells`.
+        much: how much goes.
+        seed: of what is drawn.
+    """
+    random = np.random.default_rng(seed)
+    alive = left.copy()
+    for of_axis in axes:
+        there = [cell[alive[cell]] for cell in of_axis]
+        parts = int(np.gcd.reduce([len(cell) for cell in there]))
+        many = min(round(parts * random.uniform(0.4, 0.9)), max(parts - 2, 1))
+        wanted = {"one": 1, "half": parts // 2, "many": many, "some": random.choice([1, many]), "most": parts - 1}
+        taken = int(random.integers(parts)) if much == "uneven" else min(max(wanted[much], 1), parts - 1)
+        for cell in there:
+            order = random.permutation(cell)
+            if much == "many" and len(cell) > 1:
+                order = np.concatenate([cell[1:2], random.permutation(cell[2:-1]), cell[:1], cell[-1:]])
+                order = order if len(cell) > 2 else cell
+            alive[order[: len(cell) // parts * taken]] = False
+    asked = np.concatenate([np.zeros(0, int), *(cell for of_axis in axes for cell in of_axis)])
+    for served in graph.served:
+        rows = random.permutation(served.queries[alive[served.queries].any(1)])
+        if len(rows) and np.isin(rows[0, 0], asked):
+            gone = {"one": 0, "half": len(rows) // 2, "many": int(len(rows) > 1), "most": len(rows) - 1}
+            alive[rows[: gone.get(much, int(random.integers(len(rows))))]] = False
+    return alive
+
+
+def cells(graph: Graph, span: slice) -> list[Numbers]:
+    """The units of an axis, in sets that lie in the same groups of all grouped convolutions, and of all
+    heads of keys."""
+    place: list[list[int]] = [[] for _ in range(span.stop - span.start)]
+    for balance in (*graph.balances, *(s.queries for s in graph.served)):
+        for number, row in enumerate(balance):
+            for unit in np.unique(row[(row >= span.start) & (row < span.stop)]).tolist():
+                place[unit - span.start].append(number)
+    cells: dict[tuple[int, ...], list[int]] = {}
+    for unit, numbers in enumerate(place, span.start):
+        cells.setdefault(tuple(numbers), []).append(unit)
+    return [np.array(cell) for cell in cells.values()]

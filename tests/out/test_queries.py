@@ -1,0 +1,149 @@
+"""Grouped-query attention: queries go one by one, as many of each head of keys that stays, and a head of keys goes when
+all its queries have gone. Against a copy masked by hand, and against what the author counts.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ellzero as l0
+from ellzero.graph.axes import Served
+from ellzero.graph.plan import level
+from support.attention import Attention
+from support.oracles import assert_counted, assert_same, each, masked_by_hand, scattered, set_gates, settled
+
+# How attention is computed; how many queries a head of keys keeps at least: one that repeats takes another way for one.
+LEAST = {"one": 1, "written": 2}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+@functools.cache
+def made(kind: str, heads: int = 8, groups: int = 2) -> tuple[Any, l0.Gated]:
+    model = settled(Attention(heads=heads, groups=groups, written=kind == "written", angles=True, norms=True))
+    return model, l0.attach(model, draw(2, 5, 8)).eval()
+
+
+def left(closed: list[int], rows: int, least: int) -> tuple[int, int]:
+    """How many heads of queries and of keys stay of 8, by hand."""
+    there = [sum(q not in closed for q in range(k * 8 // rows, (k + 1) * 8 // rows)) for k in range(rows)]
+    keys = sum(n > 0 for n in there)
+    return keys * max(least, *there), keys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "closed",
+    [[0], [3, 4], [0, 1, 2, 3], [0, 1, 2, 4, 5], [1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 5, 6, 7]],
+    ids=lambda c: "".join(map(str, c)),
+)
+@pytest.mark.parametrize("kind", LEAST)
+def test_queries_go_one_by_one_and_keys_with_the_last_of_theirs(kind: str, closed: list[int]) -> None:
+    model, gated = made(kind)
+    z = set_gates(gated, {"q": closed})
+    small: Any = l0.compact(gated)
+    assert (small.num_heads, small.num_kv_heads) == left(closed, 2, LEAST[kind])
+    assert (small.q.out_features, small.k.out_features) == (3 * small.num_heads, 3 * small.num_kv_heads)
+    x = draw(3, 7, 8)
+    theirs = masked_by_hand(model, z, {"q": {"out": each(3)}})(x)
+    assert_same(gated(x), theirs)
+    assert_same(small(x), theirs)
+    assert_counted(gated, small, (draw(2, 5, 8),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("written", [False, True])
+def test_two_queries_that_are_repeated_go_at_once(written: bool) -> None:
+    _, gated = made("written" if written else "one", groups=4)
+    (gate,) = (gate for _, gate in gated.named_gates())
+    assert gate.shape.numel() == (4 if written else 8)
+    set_gates(gated, {"q": [0] if written else [0, 1]})
+    small: Any = l0.compact(gated)
+    assert (small.num_heads, small.num_kv_heads) == (6, 3)
+
+
+def test_keys_are_expected_if_any_of_their_queries_is() -> None:
+    _, gated = made("one")
+    scattered(gated)
+    p = gated.prob_open().detach().reshape(2, 4)
+    one = 3 * (8 + 1) + 3 * 8  # of a head: rows and biases of q, columns of out
+    keys = 3 * 8 + 3 * (8 + 1)
+    rest = 3 + 8  # the norm, the bias of out
+    expected = one * p.sum() + keys * (1 - (1 - p).prod(1)).sum() + rest
+    assert float(l0.params(gated).detach()) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_as_few_queries_come_back_as_can_be() -> None:
+    queries = np.arange(9).reshape(3, 3)
+    for least, state in itertools.product((1, 2), itertools.product((False, True), repeat=9)):
+        mask, before = np.array(state), np.array(state)
+        order = np.random.default_rng(0).random(9)
+        level(mask, Served("", np.zeros(3, int), queries, least), order)
+        there = before[queries].sum(1)
+        most = max(least, *there)
+        assert mask[queries].sum(1).tolist() == [most if n else 0 for n in there]
+        assert (mask | ~before).all()
+        for row in queries:  # those with the lowest order first
+            back, away = row[mask[row] & ~before[row]], row[~mask[row]]
+            assert not len(back) or not len(away) or not before[row].any() or order[back].max() < order[away].min()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cost", [l0.params, l0.macs], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("kind", LEAST)
+def test_finalize_leaves_no_room_and_no_gate_open_for_nothing(kind: str, cost: Any) -> None:
+    _, gated = made(kind)
+    for seed, (at_most, closed) in enumerate(itertools.product((0.9, 0.6, 0.4), ([], [1, 5, 6], [0, 1, 2, 3]))):
+        set_gates(gated, {"q": closed}, seed)
+        most = at_most * l0.dense(cost, gated)
+        l0.finalize(gated, at_most, cost, fill=True)
+        assert float(cost(gated, kept=True)) <= most
+        opens = gated.opens()
+        for k in torch.nonzero(~opens).flatten().tolist():
+            more = opens.clone()
+            more[k] = True
+            with gated.assuming(more.double()):
+                assert float(cost(gated, kept=True)) > most
+        assert_counted(gated, l0.compact(gated, verify=False), (draw(2, 5, 8),))
+
+
+@pytest.mark.slow
+def test_uniform_layers_keep_as_many_queries_and_keys() -> None:
+    layers = [Attention(heads=8, groups=2, angles=True) for _ in range(2)]
+    gated = l0.attach(settled(nn.Sequential(*layers)), draw(2, 5, 8)).eval()
+    for seed, (at_most, expected) in enumerate([(0.9, (6, 2)), (0.55, (4, 1)), (0.45, (3, 1)), (0.3, (1, 1))]):
+        set_gates(gated, {"0.q": [0, 1, 2, 3, 4]}, seed)
+        l0.finalize(gated, at_most, fill=True, uniform="blocks")
+        small: Any = l0.compact(gated)
+        assert [(layer.num_heads, layer.num_kv_heads) for layer in small] == [expected] * 2
+        assert float(l0.params(gated, kept=True)) <= at_most * l0.dense(l0.params, gated)
+
+
+@pytest.mark.slow  # importing transformers takes longer than all else here
+@pytest.mark.parametrize(("how", "least"), [("sdpa", 1), ("eager", 2)])
+def test_queries_of_a_llama(how: str, least: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 8, "intermediate_size": 12}
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=20, num_key_value_heads=2, use_cache=False, attn_implementation=how
+    )
+    model = settled(transformers.LlamaModel(config))
+    gated = l0.attach(model, {"input_ids": torch.arange(10).reshape(2, 5)}).eval()
+    for closed in ([0, 6], [0, 1, 2, 5, 6, 7], [4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]):
+        z = set_gates(gated, {"layers.0.self_attn.q_proj": closed})
+        small: Any = l0.compact(gated)
+        attention, (queries, keys) = small.layers[0].self_attn, left(closed, 2, least)
+        assert (attention.q_proj.out_features, attention.v_proj.out_features) == (2 * queries, 2 * keys)
+        assert attention.num_key_value_groups == queries // keys
+        words = torch.arange(3, 18).reshape(3, 5)[:, :4]
+        readers = {"layers.0.self_attn.q_proj": {"layers.0.self_attn.o_proj": each(2)}}
+        readers |= {"layers.0.mlp.gate_proj": {"layers.0.mlp.down_proj": each(1)}}
+        theirs = masked_by_hand(model, z, readers)(words).last_hidden_state
+        assert_same(small(words).last_hidden_state, theirs, 1e-6)  # its norms cast to float32

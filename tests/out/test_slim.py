@@ -1,0 +1,190 @@
+"""Attention that takes the width of its input for that of all heads, as nanoGPT, minGPT and timm write it: heads go all
+the same, and the network gives what a copy masked by hand gives, on other batches and lengths than the example's.
+"""
+
+import copy
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ellzero as l0
+from ellzero.graph.plan import make_plan
+from support.oracles import assert_counted, assert_same, each, masked_by_hand, set_gates, settled
+
+WIDTH, HEADS = 8, 4
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+class CausalSelfAttention(nn.Module):
+    """nanoGPT's, line by line, but for its configuration."""
+
+    def __init__(self, flash: bool = True, block_size: int = 16, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH)
+        self.c_proj = nn.Linear(WIDTH, WIDTH)
+        self.attn_dropout = nn.Dropout(dropout)
+        self.resid_dropout = nn.Dropout(dropout)
+        self.n_head = HEADS
+        self.n_embd = WIDTH
+        self.dropout = dropout
+        self.flash = flash
+        if not self.flash:
+            mask = torch.tril(torch.ones(block_size, block_size, dtype=torch.bool))
+            self.register_buffer("bias", mask.view(1, 1, block_size, block_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        if self.flash:
+            p = self.dropout if self.training else 0
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=p, is_causal=True)
+        else:
+            att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+            att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+            att = F.softmax(att, dim=-1)
+            att = self.attn_dropout(att)
+            y = att @ v
+        y = y.transpose(1, 2).contiguous().view(B, T, C)
+        return self.resid_dropout(self.c_proj(y))  # type: ignore[no-any-return]
+
+
+class Apart(CausalSelfAttention):
+    """minGPT's first: three layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        k, q, v = (
+            layer(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            for layer in (self.key, self.c_attn, self.value)
+        )
+        att = ((q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))).softmax(-1)
+        return self.c_proj((att @ v).transpose(1, 2).contiguous().view(B, T, C))  # type: ignore[no-any-return]
+
+
+class Timm(CausalSelfAttention):
+    """As vision transformers had it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, C = x.shape
+        qkv = self.c_attn(x).reshape(B, N, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        att = ((q @ k.transpose(-2, -1)) * (C // self.n_head) ** -0.5).softmax(dim=-1)
+        return self.c_proj((att @ v).transpose(1, 2).reshape(B, N, C))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, attn: nn.Module) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), attn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.ln_1(x))  # type: ignore[no-any-return]
+
+
+KINDS: dict[str, Any] = {
+    "flash": CausalSelfAttention,
+    "written": lambda: CausalSelfAttention(flash=False),
+    "apart": Apart,
+    "timm": Timm,
+}
+
+
+def made(kind: str = "flash") -> tuple[Any, l0.Gated]:
+    model = settled(nn.Sequential(Block(KINDS[kind]())))
+    return model, l0.attach(model, draw(2, 5, WIDTH)).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_go_where_the_input_tells_their_width(kind: str) -> None:
+    model, gated = made(kind)
+    z = set_gates(gated, {"0.attn.c_attn": [0, 2, 3]})
+    small: Any = l0.compact(gated)
+    attn = small[0].attn
+    assert (attn.n_head, attn.c_proj.in_features, attn.c_proj.out_features) == (1, 2, WIDTH)
+    assert attn.c_attn.out_features == (2 if kind == "apart" else 6)
+    x = draw(3, 7, WIDTH)
+    theirs = masked_by_hand(model, z, {"0.attn.c_attn": {"0.attn.c_proj": each(2)}})(x)
+    assert_same(gated(x), theirs)
+    assert_same(small(x), theirs)
+    assert_same(small(draw(1, 1, WIDTH)), gated(draw(1, 1, WIDTH)))
+    assert_counted(gated, small, (draw(2, 5, WIDTH),))
+
+
+def test_copies_files_programs_and_gradients_are_of_the_same_network(tmp_path: Path) -> None:
+    _, gated = made()
+    set_gates(gated, {"0.attn.c_attn": [1]})
+    small, x = l0.compact(gated), draw(3, 7, WIDTH).requires_grad_()
+    there = small(x)
+    assert_same(copy.deepcopy(small)(x), there)
+    assert_same(pickle.loads(pickle.dumps(small))(x), there)
+    l0.save(small, tmp_path / "small.safetensors")
+    loaded = l0.load(nn.Sequential(Block(CausalSelfAttention())).eval(), tmp_path / "small.safetensors")
+    assert_same(loaded(x), there)
+    assert_same(torch.export.export(small, (x,)).module()(x), there)
+    assert_same(torch.compile(small, backend="eager", fullgraph=True)(x), there)
+    slopes = [torch.autograd.grad(network(x).square().sum(), x)[0] for network in (small, gated)]
+    assert_same(*slopes)
+    with pytest.raises(ValueError, match="the input must have width 8"):
+        small[0].attn(draw(2, 5, 6))
+
+
+def test_a_removal_can_go_on_and_be_undone() -> None:
+    model, gated = made()
+    graph, x = gated.graph, draw(3, 7, WIDTH)
+    (axis,) = (k for k, a in enumerate(graph.axes) if a.frozen is None)
+    before, plans = model(x), []
+    for closed in ([0], [0, 2]):
+        alive = torch.ones(graph.offsets[-1], dtype=torch.bool).numpy()
+        alive[[graph.offsets[axis] + k for k in closed]] = False
+        plans.append(make_plan(graph, alive))
+    dense = copy.deepcopy(model)
+    plans[0].apply(model)
+    assert model[0].attn.slim.width == 6
+    plans[1].beyond(plans[0]).apply(model)
+    assert (model[0].attn.slim.width, model[0].attn.n_head) == (4, 2)
+    with torch.no_grad():
+        dense[0].attn.c_proj.weight[:, [0, 1, 4, 5]] = 0
+    assert_same(model(x), dense(x))
+    plans[1].undo(model, graph.shapes)
+    assert [name for name, _ in model[0].attn.named_children()] == ["c_attn", "c_proj", "attn_dropout", "resid_dropout"]
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert_same(model(x), dense(x))
+    assert model(x).shape == before.shape
+
+
+class Adding(CausalSelfAttention):
+    """Adds its input inside: something else than a layer reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class Scaled(CausalSelfAttention):
+    """Divides by a number that the width of the input tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / x.shape[-1]
+
+
+@pytest.mark.parametrize("kind", [Adding, Scaled])
+def test_what_else_goes_by_the_input_is_refused_with_what_to_do(kind: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"`0.attn.c_attn`: the model .*keeps the size of a head in `self`"):
+        l0.attach(settled(nn.Sequential(Block(kind()))), draw(2, 5, WIDTH))
