@@ -127,6 +127,7 @@ def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
             return root
 
 
+OF_EACH_HEAD = ": what each head has of its own, as a slope of ALiBi, could follow in a buffer of the attention"
 SERVING = "each unit goes when all queries have gone that it serves"
 
 
@@ -296,6 +297,8 @@ class _Finder:
         if all(s.role == "reads" for s in sites):
             name += ".input"
         stream, heads = bool(self.streams[roots].any()), bool(self.attending[roots].all())
+        if heads and why and why.startswith("it meets the output of"):
+            why += OF_EACH_HEAD
         return Axis(name, len(roots), tuple(sites), why, stream, closing=tuple(closing), heads=heads)
 
 

@@ -8,16 +8,16 @@ comes out is compared with the copy whose reading weights are set to zero at tho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
-from ellzero.graph.axes import Axis, Block, Graph, Numbers
+from ellzero.graph.axes import Axis, Block, Graph, Numbers, Stored
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
-from ellzero.graph.stored import group_norms, groups_of_a_forward, widths_of_inputs
+from ellzero.graph.stored import group_norms, groups_of_a_forward, numbers_in_settings, widths_of_inputs
 from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials.blocks import found
 from ellzero.graph.trials.drawing import HowMuch, cells, drawn
@@ -78,7 +78,8 @@ def _proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     reasons |= {k: why for units, why in told for k in free if bench.among(units, k)}
     sets = _together(graph, [k for k in free if k not in reasons])
     survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
-    survivors = _shown_less([s for s in sets if s not in survivors], survivors, bench, reasons)
+    for finds in (numbers_in_settings, widths_of_inputs):
+        survivors = _tried_again([s for s in sets if s not in survivors], survivors, bench, reasons, finds)
     graph = bench.graph
     good = _sift(survivors, [], bench.keeps_its_way, reasons)
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
@@ -105,24 +106,36 @@ def _proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     return replace(graph, axes=tuple(axes), balances=balances, steps=steps, grouped=None)
 
 
-def _shown_less(
-    failed: Sequence[Together], good: list[Together], bench: _Bench, reasons: dict[int, str]
+def _tried_again(
+    failed: Sequence[Together],
+    good: list[Together],
+    bench: _Bench,
+    reasons: dict[int, str],
+    finds: Callable[[nn.Module, Graph, Sequence[int]], Iterator[tuple[int, Stored]]],
 ) -> list[Together]:
-    """Tries heads again whose forward goes by the width of its input: it is shown a smaller one."""
-    slims = dict(widths_of_inputs(bench.graph, [k for s in failed for k in s if k in reasons]))
-    again, before = [s for s in failed if slims.keys() & set(s)], bench.graph
+    """Tries heads again whose forward goes by a number that its module does not keep: in settings, or the width of its
+    input.
+    """
+    found: dict[int, dict[str, Stored]] = {}
+    for k, number in finds(bench.original, bench.graph, [k for s in failed for k in s if k in reasons]):
+        found.setdefault(k, {})[f"{number.module}: {number.attribute}"] = number
+        bench.graph.placed[number.units] = True  # whether anything else goes by it, a trace tells
+    again, before = [s for s in failed if found.keys() & set(s)], bench.graph
     if not again:
         return good
-    bench.graph = replace(before, stored=(*before.stored, *slims.values()))
-    why: dict[int, str] = {}
-    out = _sift(again, good, bench.survives_parts, why)
+
+    def following(axes: Iterable[int]) -> Graph:
+        return replace(before, stored=(*before.stored, *(n for k in axes if k in found for n in found[k].values())))
+
+    bench.graph = following(found)
+    out = _sift(again, good, bench.survives_parts, {})
     passed = [k for s in out for k in s]
-    for k in slims:
-        reasons[k] += BY_WIDTH if reasons[k].startswith("the model does not run") else ""
-        before.placed[slims[k].units] = True  # whether anything else looks at the input, a trace tells
+    for k in found:
         if k in passed:
             del reasons[k]
-    bench.graph = replace(before, stored=(*before.stored, *(slims[k] for k in passed if k in slims)))
+        elif reasons[k].startswith("the model does not run") and BY_WIDTH not in reasons[k]:
+            reasons[k] += BY_WIDTH
+    bench.graph = following(passed)
     return out
 
 
