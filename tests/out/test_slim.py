@@ -212,6 +212,34 @@ def test_a_number_in_settings_that_others_share_follows_in_a_copy(tmp_path: Path
     assert_same(l0.load(blocks(), tmp_path / "small.safetensors")(x), small(x))
 
 
+class InParts(nn.Module):
+    """CodeGen's: heads in parts, one for each of two processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 6, 2
+        self.qkv, self.out = nn.Linear(WIDTH, 36), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).reshape(*x.shape[:2], 2, -1)
+        q, v, k = qkv.split(self.head_dim * self.num_heads // 2, dim=-1)
+        q, k, v = (a.reshape(*x.shape[:2], 2, self.num_heads // 2, self.head_dim).flatten(2, 3) for a in (q, k, v))
+        y = F.scaled_dot_product_attention(*(a.transpose(1, 2) for a in (q, k, v)))
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("closed", "left"), [([0, 4], 4), ([0, 1], 6), ([0, 1, 3, 4, 5], 2)])
+def test_as_many_heads_stay_in_each_part_that_the_code_lays_out(closed: list[int], left: int) -> None:
+    model = settled(InParts())
+    gated = l0.attach(model, draw(2, 5, WIDTH)).eval()
+    z = set_gates(gated, {"qkv": closed})
+    small: Any = l0.compact(gated)
+    assert (small.num_heads, small.out.in_features) == (left, 2 * left)
+    x = draw(3, 7, WIDTH)
+    assert_same(small(x), masked_by_hand(model, z, {"qkv": {"out": each(2)}})(x))
+    assert_counted(gated, small, (draw(2, 5, WIDTH),))
+
+
 class Adding(CausalSelfAttention):
     """Adds its input inside: something else than a layer reads it."""
 

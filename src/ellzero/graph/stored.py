@@ -159,6 +159,19 @@ def _ways(graph: Graph, path: str, size: int) -> list[Numbers]:
     return ways if all(np.array_equal(np.sort(way), np.sort(ways[0])) for way in ways) else []
 
 
+def parts_of_reshapes(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Numbers]]:
+    """Of these axes those of heads that a forward lays out in a number of parts: as many stay in each."""
+    for k in (k for k in axes if graph.axes[k].heads):
+        for step in (step for step in graph.steps if step.op in SIZED):
+            for numbers in (n for _, carried in step.made for n in carried.values() if n.ndim > 1 and n.size):
+                parts = [np.unique(row) for row in numbers.reshape(len(numbers), -1)]
+                apart = np.unique(np.concatenate(parts))
+                several = len(parts) > 1 and all(len(part) == len(parts[0]) > 1 for part in parts)
+                whole = np.arange(graph.offsets[k], graph.offsets[k] + graph.axes[k].size)
+                if several and np.array_equal(apart, whole) and len(apart) == sum(map(len, parts)):
+                    yield k, np.stack(parts)
+
+
 def widths_of_inputs(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
     """Of these axes those of heads that a forward lays side by side, as wide as its input may be: `view(b, t, c)`.
 

@@ -17,7 +17,13 @@ from torch import nn
 
 from ellzero.graph.axes import Axis, Block, Graph, Numbers, Stored
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
-from ellzero.graph.stored import group_norms, groups_of_a_forward, numbers_in_settings, widths_of_inputs
+from ellzero.graph.stored import (
+    group_norms,
+    groups_of_a_forward,
+    numbers_in_settings,
+    parts_of_reshapes,
+    widths_of_inputs,
+)
 from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials.blocks import found
 from ellzero.graph.trials.drawing import HowMuch, cells, drawn
@@ -78,7 +84,7 @@ def _proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     reasons |= {k: why for units, why in told for k in free if bench.among(units, k)}
     sets = _together(graph, [k for k in free if k not in reasons])
     survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
-    for finds in (numbers_in_settings, widths_of_inputs):
+    for finds in (numbers_in_settings, parts_of_reshapes, widths_of_inputs):
         survivors = _tried_again([s for s in sets if s not in survivors], survivors, bench, reasons, finds)
     graph = bench.graph
     good = _sift(survivors, [], bench.keeps_its_way, reasons)
@@ -111,21 +117,28 @@ def _tried_again(
     good: list[Together],
     bench: _Bench,
     reasons: dict[int, str],
-    finds: Callable[[nn.Module, Graph, Sequence[int]], Iterator[tuple[int, Stored]]],
+    finds: Callable[[nn.Module, Graph, Sequence[int]], Iterator[tuple[int, Stored | Numbers]]],
 ) -> list[Together]:
     """Tries heads again whose forward goes by a number that its module does not keep: in settings, or the width of its
-    input.
+    input, or one in the code, of parts that it lays them out in.
     """
-    found: dict[int, dict[str, Stored]] = {}
-    for k, number in finds(bench.original, bench.graph, [k for s in failed for k in s if k in reasons]):
-        found.setdefault(k, {})[f"{number.module}: {number.attribute}"] = number
-        bench.graph.placed[number.units] = True  # whether anything else goes by it, a trace tells
+    found: dict[int, dict[str, Stored | Numbers]] = {}
+    for k, what in finds(bench.original, bench.graph, [k for s in failed for k in s if k in reasons]):
+        units, name = (
+            (what.units, f"{what.module}: {what.attribute}") if isinstance(what, Stored) else (what, str(what))
+        )
+        found.setdefault(k, {})[name] = what
+        bench.graph.placed[units] = True  # whether anything else goes by it, a trace tells
+        bench.cells.pop(k, None)
     again, before = [s for s in failed if found.keys() & set(s)], bench.graph
     if not again:
         return good
 
     def following(axes: Iterable[int]) -> Graph:
-        return replace(before, stored=(*before.stored, *(n for k in axes if k in found for n in found[k].values())))
+        more = [what for k in axes if k in found for what in found[k].values()]
+        numbers = (what for what in more if isinstance(what, Stored))
+        parts = (what for what in more if not isinstance(what, Stored))
+        return replace(before, stored=(*before.stored, *numbers), balances=(*before.balances, *parts))
 
     bench.graph = following(found)
     out = _sift(again, good, bench.survives_parts, {})
@@ -136,6 +149,7 @@ def _tried_again(
         elif reasons[k].startswith("the model does not run") and BY_WIDTH not in reasons[k]:
             reasons[k] += BY_WIDTH
     bench.graph = following(passed)
+    bench.cells = {k: cell for k, cell in bench.cells.items() if k in passed or k not in found}
     return out
 
 
