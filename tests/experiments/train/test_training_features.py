@@ -114,7 +114,7 @@ DENSE: dict[str, Any] = {"at_most": None, "placement": None}
         ({}, {"shrink_multiple": 1}, "`shrink_multiple` changes nothing without `shrink_at` or `settle_at`"),
         ({}, {"shrink_at": (9,)}, "`shrink_at` changes nothing after the last of 2 epochs"),
         ({}, {"settle_at": 9}, "`settle_at` changes nothing after the last of 2 epochs"),
-        ({}, {"recalibrate": True}, "`recalibrate` changes nothing for 'lenet300', which has no batch norm"),
+        ({}, {"recalibrate": True}, "`recalibrate` changes nothing for 'narrow', which has no batch norm"),
     ],
 )
 def test_what_is_refused_as_idle_changes_nothing_indeed(
