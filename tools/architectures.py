@@ -79,7 +79,7 @@ ARCHITECTURES = {
     "GPT-Neo": small("decoder", "GPTNeoForCausalLM", TEXT | NEO, num_layers=2, num_heads=4),
     "GPT-NeoX": small("decoder", "GPTNeoXForCausalLM", TEXT),
     "GPT-J": small("decoder", "GPTJForCausalLM", SHORT, rotary_dim=4),
-    "CodeGen": small("decoder", "CodeGenForCausalLM", SHORT, rotary_dim=4),
+    "CodeGen": small("decoder", "CodeGenForCausalLM", SHORT, n_head=8, rotary_dim=4),
     "OPT": small("decoder", "OPTForCausalLM", TEXT, ffn_dim=24, word_embed_proj_dim=32),
     "BLOOM": small("decoder", "BloomForCausalLM", ENDS, hidden_size=32, n_layer=2, n_head=4),
     "Falcon": small(

@@ -347,6 +347,7 @@ MISTAKES = {
     "`at_most` must be a fraction of the dense cost in": ("train", "demo", "--at-most", "3"),
     "`epochs` must be an integer of at least 1, got 'many'": ("train", "demo", "--epochs", "many"),
     "`at_most` and `penalty` exclude each other": ("train", "demo", "--penalty", "0.1"),
+    "`at_most` or `penalty` must be given, got neither": ("train", "louizos-mlp", "--penalty", "None"),
     "`restarts` changes nothing but with `dual` .ascent.": ("train", "demo", "--restarts", "false"),
     "has no pattern for `conv1`, got 'nope'": ("train", "demo", "--drop-rates", '{"nope" = 0.5}'),
     "`batch` must be at most the 4000 training images, got 5000": ("train", "demo", "--batch", "5000"),

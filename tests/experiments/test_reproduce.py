@@ -49,6 +49,7 @@ from ellzero.experiments.train import evaluation
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.loop import Stopped
 from ellzero.experiments.train.trainer import DivergedError, Trainer
+from ellzero.objectives import costs
 from support import ROOT
 from support.campaigns import Untrained, Watching, crash
 
@@ -182,7 +183,7 @@ def test_constraints_by_layer_are_means_of_their_gates() -> None:
     with torch.no_grad():
         for _, gate in gated.named_gates():
             gate.log_alpha.copy_(torch.randn(gate.log_alpha.shape, generator=torch.Generator().manual_seed(0)) * 3)
-    got = held(gated, "l0_norm", {"fc1": 0.3, "fc3": 0.2})
+    got = held(gated, costs.l0_norm, {"fc1": 0.3, "fc3": 0.2})
     gates = dict(gated.named_gates())
     for name, target in (("fc1", 0.3), ("fc3", 0.2)):  # every gate of a layer has as many weights
         expected, kept = gates[name].prob_open().mean().item(), gates[name].open().float().mean().item()

@@ -33,6 +33,7 @@ from ellzero.experiments.sweep import Sweep, run, values_of
 from ellzero.experiments.train import evaluation
 from ellzero.experiments.train import loop as training
 from support.campaigns import Untrained, Watching, crash
+from support.narrow import NARROW
 
 # ---------------------------------------------------------------- the grid
 
@@ -140,7 +141,7 @@ def tiny() -> Dataset:
 
 
 def base(**changes: Any) -> Recipe:
-    basis: dict[str, Any] = {"name": "tiny", "network": "lenet300", "data": "mnist5k", "placement": "per_layer"}
+    basis: dict[str, Any] = {"name": "tiny", "network": NARROW.name, "data": "mnist5k", "placement": "per_layer"}
     basis |= {"penalty": 0.1, "batch": 50, "epochs": 2, "lr": 1e-3, "gate_lr": 0.3}
     return Recipe(**basis | changes)
 

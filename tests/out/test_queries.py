@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
@@ -56,6 +57,40 @@ def test_queries_go_one_by_one_and_keys_with_the_last_of_theirs(kind: str, close
     assert_same(gated(x), theirs)
     assert_same(small(x), theirs)
     assert_counted(gated, small, (draw(2, 5, 8),))
+
+
+class Fused(nn.Module):
+    """Queries, keys and values in one weight, cut by numbers that the module keeps, or by one in the code."""
+
+    def __init__(self, literal: bool = False) -> None:
+        super().__init__()
+        self.n_head, self.n_query_groups, self.head_size, self.literal = 8, 2, 3, literal
+        self.attn, self.proj = nn.Linear(8, 36), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner, outer = self.n_head * self.head_size, self.n_query_groups * self.head_size
+        q, k, v = self.attn(x).split([24 if self.literal else inner, outer, outer], dim=-1)
+        q = q.view(*x.shape[:2], self.n_head, self.head_size).transpose(1, 2)
+        k, v = (a.view(*x.shape[:2], self.n_query_groups, self.head_size).transpose(1, 2) for a in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.proj(y.transpose(1, 2).reshape(*x.shape[:2], inner))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("closed", [[0, 5], [0, 1, 2, 3], [1, 2, 3, 5, 6, 7]], ids=["two", "a head", "all but two"])
+def test_queries_that_lie_in_one_weight_with_their_keys(closed: list[int]) -> None:
+    model = settled(Fused())
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"attn": closed})
+    small: Any = l0.compact(gated)
+    assert (small.n_head, small.n_query_groups) == left(closed, 2, 1)
+    x = draw(3, 7, 8)
+    assert_same(small(x), masked_by_hand(model, z, {"attn": {"proj": each(3)}})(x))
+    assert_counted(gated, small, (draw(2, 5, 8),))
+
+
+def test_queries_that_a_number_in_the_code_cuts_are_refused() -> None:
+    with pytest.raises(ValueError, match="`attn`: the model does not run with a unit of it removed"):
+        l0.attach(settled(Fused(literal=True)), draw(2, 5, 8))
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
-"""Attention that takes the width of its input for that of all heads, as nanoGPT, minGPT and timm write it: heads go all
-the same, and the network gives what a copy masked by hand gives, on other batches and lengths than the example's.
+"""Attention that goes by numbers which it does not keep itself: the width of its input, as in nanoGPT, minGPT and timm,
+or one in settings that it shares. Heads go all the same, and the network gives what a copy masked by hand gives, on
+other batches and lengths than the example's.
 """
 
 import copy
 import math
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,74 @@ def test_a_removal_can_go_on_and_be_undone() -> None:
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert_same(model(x), dense(x))
     assert model(x).shape == before.shape
+
+
+@dataclass
+class GPTConfig:
+    n_head: int = HEADS
+    n_embd: int = WIDTH
+
+
+class Configured(nn.Module):
+    """Goes by its settings, which other layers have too."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config, self.head_dim = config, config.n_embd // config.n_head
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, inner = self.c_attn(x), self.config.n_head * self.head_dim
+        q, k, v = (qkv[..., n * inner : (n + 1) * inner] for n in range(3))
+        q, k, v = (a.view(*x.shape[:2], self.config.n_head, self.head_dim).transpose(1, 2) for a in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_a_number_in_settings_that_others_share_follows_in_a_copy(tmp_path: Path) -> None:
+    def blocks() -> nn.Module:
+        config = GPTConfig()
+        return nn.Sequential(*(Block(Configured(config)) for _ in range(2)))
+
+    model = settled(blocks())
+    gated = l0.attach(model, draw(2, 5, WIDTH)).eval()
+    z = set_gates(gated, {"0.attn.c_attn": [1, 2, 3]})
+    small: Any = l0.compact(gated)
+    heads = [[block.attn.config.n_head for block in network] for network in (model, small)]
+    assert heads == [[HEADS, HEADS], [1, HEADS]]
+    x = draw(3, 7, WIDTH)
+    readers = {f"{k}.attn.c_attn": {f"{k}.attn.c_proj": each(2)} for k in (0, 1)}
+    assert_same(small(x), masked_by_hand(model, z, readers)(x))
+    l0.save(small, tmp_path / "small.safetensors")
+    assert_same(l0.load(blocks(), tmp_path / "small.safetensors")(x), small(x))
+
+
+class InParts(nn.Module):
+    """CodeGen's: heads in parts, one for each of two processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 6, 2
+        self.qkv, self.out = nn.Linear(WIDTH, 36), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).reshape(*x.shape[:2], 2, -1)
+        q, v, k = qkv.split(self.head_dim * self.num_heads // 2, dim=-1)
+        q, k, v = (a.reshape(*x.shape[:2], 2, self.num_heads // 2, self.head_dim).flatten(2, 3) for a in (q, k, v))
+        y = F.scaled_dot_product_attention(*(a.transpose(1, 2) for a in (q, k, v)))
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("closed", "left"), [([0, 4], 4), ([0, 1], 6), ([0, 1, 3, 4, 5], 2)])
+def test_as_many_heads_stay_in_each_part_that_the_code_lays_out(closed: list[int], left: int) -> None:
+    model = settled(InParts())
+    gated = l0.attach(model, draw(2, 5, WIDTH)).eval()
+    z = set_gates(gated, {"qkv": closed})
+    small: Any = l0.compact(gated)
+    assert (small.num_heads, small.out.in_features) == (left, 2 * left)
+    x = draw(3, 7, WIDTH)
+    assert_same(small(x), masked_by_hand(model, z, {"qkv": {"out": each(2)}})(x))
+    assert_counted(gated, small, (draw(2, 5, WIDTH),))
 
 
 class Adding(CausalSelfAttention):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.recipe import Recipe
@@ -23,6 +25,7 @@ from ellzero.experiments.train.loop import Stopped, train, train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
+from ellzero.out.latency.cost import Latency
 from support.narrow import NARROW
 from support.noise import quartered
 
@@ -94,6 +97,31 @@ def assert_same_end(folder: Folder, other: Folder, *, unseeded: bool = False) ->
     assert without_seconds(folder.history()) == without_seconds(other.history())
     assert folder.results() is not None
     assert without_seconds(folder.results()) == without_seconds(other.results())
+
+
+@contextmanager
+def time_by_weights() -> Iterator[Callable[[nn.Module, Tensor], float]]:
+    """Times are measured by a clock that goes on by every layer's entries, whatever they take; the block is given what
+    says how long a network takes by it.
+    """
+    now, plain = [0.0], Latency.measure
+
+    def tick(layer: nn.Module, *_: object) -> None:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            now[0] += (100 + layer.weight.numel()) / 2**20  # exactly
+
+    def seconds(network: nn.Module, x: Tensor) -> float:
+        began = now[0]
+        network(x)
+        return now[0] - began
+
+    hook = register_module_forward_hook(tick)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Latency, "measure", partial(plain, clock=lambda: now[0]))
+        try:
+            yield seconds
+        finally:
+            hook.remove()
 
 
 @cache

@@ -14,6 +14,7 @@ from ellzero.experiments.data import Dataset, load
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.trainer import Trainer
+from support.narrow import NARROW
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def data() -> Dataset:
 
 def recipe(**changes: Any) -> Recipe:
     basis: dict[str, Any] = {
-        "name": "tiny", "network": "lenet300", "data": "mnist5k", "batch": BATCH, "epochs": 1,
+        "name": "tiny", "network": NARROW.name, "data": "mnist5k", "batch": BATCH, "epochs": 1,
         "lr": 1e-3, "gate_lr": 1e-2,
     }  # fmt: skip
     if changes.get("placement", "") is not None and "at_most" not in changes:

@@ -251,8 +251,8 @@ def _chosen(
 ) -> tuple[Sweep, Path, Record]:
     """What is to be done and where, and what is known from before of where its results come from."""
     with foreseen(ValueError):
-        grid = {name: sweeping.values_of(name, text) for name, text in vars(fields).items() if text is not None}
-        first = Fields(**{name: text and sweeping.parts_of(name, text)[0] for name, text in vars(fields).items()})
+        grid = {name: sweeping.values_of(name, text) for name, text in opening.typed(fields).items()}
+        first = Fields(**{name: sweeping.parts_of(name, text)[0] for name, text in opening.typed(fields).items()})
         found = opening.unnamed_recipe(first) if recipe is None else opening.find_recipe(recipe)
         if found is not None:
             home = Path("runs", "sweep", found.name) if out is None else Path(out)

@@ -45,16 +45,22 @@ RecipeName = Annotated[str | None, Positional, option("RECIPE")]
 Every = Annotated[int | None, option("N", "1")]
 Workers = Annotated[int | None, option("N", "0")]
 
-# One option for each field of a recipe, as text: tyro makes them from this class.
+# One option for each field of a recipe, as text: tyro makes them from this class, sooner than from `str | None`.
+_ABSENT = "\0"  # which no argument of a process has
 Fields: Any = make_dataclass(
     "Fields",
-    [(name, Annotated[str | None, option("VALUE", help=known.sentence)], None) for name, known in FIELDS.items()],
+    [(name, Annotated[str, option("VALUE", help=known.sentence)], _ABSENT) for name, known in FIELDS.items()],
 )
 Fields.__doc__ = (
     "Fields of the recipe, in place of its own values. Values are written as in TOML: --at-most 0.2, "
     "--at-most '{\"fc1\" = 0.2}', --milestones '[60, 120]', --gate-lr none."
 )
 ChosenFields = Annotated[Any, OmitArgPrefixes, arg(constructor=Fields)]
+
+
+def typed(fields: Any) -> dict[str, str]:
+    """What was typed, by field."""
+    return {name: text for name, text in vars(fields).items() if text != _ABSENT}
 
 
 def find_recipe(text: str) -> Recipe:
@@ -69,7 +75,7 @@ def find_recipe(text: str) -> Recipe:
 
 def unnamed_recipe(fields: Any) -> Recipe | None:
     """The recipe of nothing but fields, if they say network and data."""
-    values = from_strings({name: text for name, text in vars(fields).items() if text is not None})
+    values = from_strings(typed(fields))
     if "network" not in values and "data" not in values:
         return None
     for name in ("network", "data"):
@@ -82,7 +88,7 @@ def unnamed_recipe(fields: Any) -> Recipe | None:
 
 def override(recipe: Recipe, fields: Any) -> Recipe:
     """The recipe with the `Fields` that were given, each of which must change something."""
-    values = from_strings({name: text for name, text in vars(fields).items() if text is not None})
+    values = from_strings(typed(fields))
     with foreseen(ValueError):
         changed = recipe.override(**values)
         refuse_idle(changed, values)

@@ -306,8 +306,9 @@ def _cut(folder: Folder) -> list[str]:
         before = None
     if before is None:
         return []
-    kept = [f"{100 * h['kept'][recipe.cost]:.1f} %" for h in (before, history[-1])]
-    return [f"When the gates had learned, {kept[0]} of {recipe.cost} were kept{error}; {by} made it {kept[1]}."]
+    cost = recipe.cost if recipe.cost in before["kept"] else "macs"  # a time is not in the history
+    kept = [f"{100 * h['kept'][cost]:.1f} %" for h in (before, history[-1])]
+    return [f"When the gates had learned, {kept[0]} of {cost} were kept{error}; {by} made it {kept[1]}."]
 
 
 def _page(folder: Folder, network: nn.Module, dataset: Dataset) -> Path | str:

@@ -158,8 +158,9 @@ class Work:
             patterns = [list(v) if isinstance(v, dict) else v is None for v in (recipe.at_most, recipe.penalty)]
             shape = json.dumps([shared(recipe), patterns, recipe.cost, recipe.init])
             if shape not in networks:
-                networks[shape] = Trainer([recipe], self.data[recipe.data]).network(0)
-            refuse_unreachable(recipe, networks[shape])
+                trainer = Trainer([recipe], self.data[recipe.data])
+                networks[shape] = trainer.network(0), trainer.costs
+            refuse_unreachable(recipe, *networks[shape])
 
 
 @final

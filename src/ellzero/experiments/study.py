@@ -30,7 +30,7 @@ from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.store.provenance import in_common, provenance
 from ellzero.experiments.store.statistics import with_interval
 from ellzero.experiments.train import loop as training
-from ellzero.experiments.train.building import COSTS, targets
+from ellzero.experiments.train.building import targets
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
@@ -341,7 +341,9 @@ def _complete(folder: Folder, trainer: Trainer | None, load: Loader, networks: P
         trainer = training.restore(folder, load(folder.recipes[0].data))
     if not constraints.exists():
         bound = [
-            held(cast("Gated", trainer.network(run)), recipe.cost, targets(recipe)) if targets(recipe) else {}
+            held(cast("Gated", trainer.network(run)), trainer.costs[recipe.cost], targets(recipe))
+            if targets(recipe)
+            else {}
             for run, recipe in enumerate(folder.recipes)
         ]
         files.write(constraints, bound)
@@ -354,9 +356,8 @@ def _complete(folder: Folder, trainer: Trainer | None, load: Loader, networks: P
 
 
 @torch.no_grad()
-def held(gated: Gated, cost: str, targets: dict[str, float]) -> dict[str, dict[str, float]]:
+def held(gated: Gated, measure: costs.Cost, targets: dict[str, float]) -> dict[str, dict[str, float]]:
     """What a network's constraints bound: by pattern, the target, and the expected and kept share of the dense cost."""
-    measure = COSTS[cost]
     out = {}
     for pattern, at_most in targets.items():
         only = None if pattern == "*" else pattern

@@ -174,7 +174,7 @@ class Sweep:
 
     def axis(self) -> Cost:
         """The cost to look at unless another is asked for: what the recipes bound, if it is one, else `params`."""
-        bounded = {r.cost if r.at_most is not None else "params" for r in self.runs}
+        bounded = {"params" if r.at_most is None or r.cost == "latency" else r.cost for r in self.runs}
         return bounded.pop() if len(bounded) == 1 else "params"
 
 

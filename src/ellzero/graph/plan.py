@@ -7,6 +7,7 @@ has layers for it. This file does not know what a gate is: it is told which unit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
@@ -151,7 +152,7 @@ class Plan:
         modules = dict(model.named_modules(remove_duplicate=False))
         self._change(modules, self.left)
         for (path, attribute), (was, size) in self.sizes.items():
-            _set_size(modules[path], attribute, was, size)
+            set_size(modules[path], attribute, was, size)
         self._set_eps(modules, self.norms)
         for name, index in self.selects.items():
             put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
@@ -188,7 +189,7 @@ class Plan:
 
         self._change(modules, back)
         for (path, attribute), (size, _) in self.sizes.items():
-            _set_size(modules[path], attribute, size, size)
+            set_size(modules[path], attribute, size, size)
         self._set_eps(modules, [n.back() for n in self.norms])
 
     def _set_eps(self, modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
@@ -222,9 +223,15 @@ class Plan:
             resize(module)
 
 
-def _set_size(module: nn.Module, attribute: str, was: int, size: int) -> None:
+def set_size(module: nn.Module, attribute: str, was: int, size: int) -> None:
+    """Sets a number that a module keeps, or that is in its settings ("config.heads"), or the width of its `Slim`."""
+    holder, dot, name = attribute.partition(".")
     if attribute == SLIM:
         put_slim(module, was, size)
+    elif dot:  # others go on with the settings as they are
+        own = copy.copy(getattr(module, holder))
+        vars(own)[name] = size
+        setattr(module, holder, own)
     else:
         setattr(module, attribute, size)
 

@@ -24,6 +24,7 @@ from ellzero.graph.standins import SLIM
 
 Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
+_SETTINGS = re.compile(r"(Config|Args|Settings|Namespace)$")
 _SHARES = re.compile(r"group|rep")
 _MADE_OF_SIZES = ("zeros", "ones")  # of sizes alone
 _TAKES_SIZES = ("view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", *_MADE_OF_SIZES)
@@ -128,7 +129,50 @@ def _repeated(graph: Graph, step: Step, units: Numbers) -> bool:
     return any(np.array_equal(units, np.repeat(s.heads, s.queries.shape[1])) for s in same)
 
 
-def widths_of_inputs(graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
+def settings_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The objects that a module keeps its settings in, such as `self.config`, by name; others may keep the same one."""
+    for name, value in vars(model).items():
+        if _SETTINGS.search(type(value).__name__) and "__dict__" in dir(value):
+            yield name, value
+
+
+def numbers_in_settings(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
+    """Of these axes those of heads whose number is in the settings of a module that lays them out: it can have a copy
+    of these, and a number of its own in there.
+    """
+    for k in (k for k in axes if graph.axes[k].heads):
+        units = np.arange(graph.offsets[k], graph.offsets[k] + graph.axes[k].size)
+        laid = (step for step in graph.steps if step.op in SIZED)
+        here = {step.module for step in laid for made in step.made for _, way in _along(made) if way[0] in units}
+        for path in sorted(here):
+            for holder, kept in settings_of(model.get_submodule(path)):
+                for name, size in vars(kept).items():
+                    ways = _ways(graph, path, size) if type(size) is int and _COUNTS.search(name) else []
+                    if ways and np.isin(ways[0], units).all():
+                        yield k, Stored(path, f"{holder}.{name}", ways[0])
+
+
+def _ways(graph: Graph, path: str, size: int) -> list[Numbers]:
+    """The units along dimensions of this size in the forward of a module, if they are the same everywhere."""
+    steps = (step for step in graph.steps if step.op in SIZED and step.module == path)
+    ways = [way for step in steps for made in step.made for _, way in _along(made) if len(way) == size]
+    return ways if all(np.array_equal(np.sort(way), np.sort(ways[0])) for way in ways) else []
+
+
+def parts_of_reshapes(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Numbers]]:
+    """Of these axes those of heads that a forward lays out in a number of parts: as many stay in each."""
+    for k in (k for k in axes if graph.axes[k].heads):
+        for step in (step for step in graph.steps if step.op in SIZED):
+            for numbers in (n for _, carried in step.made for n in carried.values() if n.ndim > 1 and n.size):
+                parts = [np.unique(row) for row in numbers.reshape(len(numbers), -1)]
+                apart = np.unique(np.concatenate(parts))
+                several = len(parts) > 1 and all(len(part) == len(parts[0]) > 1 for part in parts)
+                whole = np.arange(graph.offsets[k], graph.offsets[k] + graph.axes[k].size)
+                if several and np.array_equal(apart, whole) and len(apart) == sum(map(len, parts)):
+                    yield k, np.stack(parts)
+
+
+def widths_of_inputs(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
     """Of these axes those of heads that a forward lays side by side, as wide as its input may be: `view(b, t, c)`.
 
     The width of the input is no number that a module keeps. A `Slim` is one (`standins.py`).

@@ -127,6 +127,7 @@ def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
             return root
 
 
+OF_EACH_HEAD = ": what each head has of its own, as a slope of ALiBi, could follow in a buffer of the attention"
 SERVING = "each unit goes when all queries have gone that it serves"
 
 
@@ -154,7 +155,9 @@ def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:
         return replace(step, made=tuple(made))
 
     norms = {(n.module, n.attribute, n.weight): replace(n, units=unit[root[n.units]]) for n in ties.norms}
-    cuts = ((unit[root[atoms]], places) for atoms, places in ties.cuts)
+    # Where queries and the keys that they share lie in one weight, a cut follows numbers that are kept, or is refused.
+    fused = unit[root[np.concatenate([np.zeros(0, int), *(s.queries.ravel() for s in served)])]]
+    cuts = ((u, places) for u, places in ((unit[root[a]], p) for a, p in ties.cuts) if not np.isin(u, fused).any())
     parts = (u.reshape(-1, gcd(len(u), *places)) for u, places in cuts if not _in_shares(u, places))
     balances = {(b.shape, b.tobytes()): b for b in (*(unit[root[atoms]] for atoms in ties.balances), *parts)}
     return Graph(
@@ -184,7 +187,7 @@ def _tied(served: Sequence[Served]) -> list[tuple[Numbers, Numbers]]:
 def _apart(ties: Ties) -> tuple[list[tuple[Numbers, Numbers]], list[Served]]:
     """The queries that can go one by one, and ties for all others; of heads that serve the same ones, too."""
     known, others = ties.served, list[Served]()
-    taken = [*ties.balances, *(atoms for atoms, _ in ties.cuts), *(n.units for n in ties.norms), *ties.streams]
+    taken = [*ties.balances, *(n.units for n in ties.norms), *ties.streams]
     while True:
         pairs = _tied(others)
         root = classes(ties.count, [*ties.pairs, *pairs])
@@ -296,6 +299,8 @@ class _Finder:
         if all(s.role == "reads" for s in sites):
             name += ".input"
         stream, heads = bool(self.streams[roots].any()), bool(self.attending[roots].all())
+        if heads and why and why.startswith("it meets the output of"):
+            why += OF_EACH_HEAD
         return Axis(name, len(roots), tuple(sites), why, stream, closing=tuple(closing), heads=heads)
 
 

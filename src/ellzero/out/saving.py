@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from ellzero.gated.module import Gated
 from ellzero.graph.axes import EPS
+from ellzero.graph.plan import set_size
 from ellzero.graph.resizing import resize, resizer
 from ellzero.graph.standins import (
     CONTRACTING,
@@ -37,6 +39,7 @@ from ellzero.graph.standins import (
     put_select,
     put_slim,
 )
+from ellzero.graph.stored import settings_of
 from ellzero.graph.tracing import canonical_names
 from ellzero.graph.trials import fingerprint
 from ellzero.out.files import write_bytes
@@ -156,6 +159,8 @@ def save(small: nn.Module, path: str | os.PathLike[str]) -> None:
 def _structure(small: nn.Module, tied: dict[str, str]) -> Structure:
     """How a network differs from a dense one."""
     structure = Structure(type(small).__qualname__, tied=tied)
+    settings = Counter(id(own) for module in small.modules() for _, own in settings_of(module))
+    shared = {number for number, count in settings.items() if count > 1}  # a module that lost heads has its own
     for layer, module in small.named_modules(remove_duplicate=False):
         if isinstance(module, Select | Scatter):
             kind = structure.selects if isinstance(module, Select) else structure.scatters
@@ -168,7 +173,7 @@ def _structure(small: nn.Module, tied: dict[str, str]) -> Structure:
             structure.closed[layer] = None
         elif isinstance(module, _GROUPED):
             structure.groups[layer] = module.groups
-        elif (resizer(module) is None or not members_of(module)) and (sizes := _sizes(module)):
+        elif (resizer(module) is None or not members_of(module)) and (sizes := _sizes(module, shared)):
             structure.sizes[layer] = sizes
         if eps := eps_of(module):
             structure.eps[layer] = eps
@@ -252,7 +257,7 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
     for layer, sizes in structure.sizes.items():
         for key, size in sizes.items():
             if 0 <= size < _sizes(modules[layer]).get(key, 0):
-                setattr(modules[layer], key, size)
+                set_size(modules[layer], key, size, size)
     for layer, kept in structure.eps.items():
         for key in kept.keys() & eps_of(modules[layer]).keys():
             setattr(modules[layer], key, kept[key])
@@ -275,9 +280,15 @@ def _as_path(path: Any) -> Path:
     return Path(path)
 
 
-def _sizes(module: nn.Module) -> dict[str, int]:
-    """The whole numbers that a module keeps."""
-    return {key: value for key, value in vars(module).items() if type(value) is int and key[0] != "_"}
+def _sizes(module: nn.Module, shared: Collection[int] = ()) -> dict[str, int]:
+    """The whole numbers that a module keeps, and those in its settings but for `shared` ones, by their `id`."""
+    kept = {f"{name}.": vars(own) for name, own in settings_of(module) if id(own) not in shared}
+    return {
+        prefix + key: value
+        for prefix, numbers in {"": vars(module), **kept}.items()
+        for key, value in numbers.items()
+        if type(value) is int and key[0] != "_"
+    }
 
 
 def eps_of(module: nn.Module) -> dict[str, float | None]:

@@ -75,7 +75,7 @@ def _objective(run: Run) -> str:
     by = ", ".join(
         percent(v, 4).replace(".0000", "") if k == "*" else f"{k} {100 * v:g} %" for k, v in targets(r).items()
     )
-    return f"A constraint: the {r.on} {COSTS[r.cost]} must be at most {by} of the dense network's."
+    return f"A constraint: the {r.on} {COSTS.get(r.cost, 'time')} must be at most {by} of the dense network's."
 
 
 def _headlines(run: Run) -> Iterator[tuple[str, str, str]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.store import checkpoint
@@ -26,9 +27,11 @@ from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.saver import identity
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
+from ellzero.out.compaction import compact
 from ellzero.out.files import FileError
+from ellzero.out.latency.cost import Latency
 from support import processes
-from support.runs import GATED, STEPS, WIDE, assert_same_end, without_checksum
+from support.runs import GATED, STEPS, WIDE, assert_same_end, images, time_by_weights, without_checksum
 
 STACK = [
     GATED.override(name="one", epochs=2, finetune_epochs=1),
@@ -368,3 +371,25 @@ def test_a_record_that_was_written_after_the_checkpoint_is_not_there_twice(
     server.run("train", folder=str(folder.path))
     assert [record["epoch"] for record in folder.history()] == [1, 2, 3, 4, 5, 6, 7]
     assert_same_end(folder, uninterrupted)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_times_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = GATED.override(name="timed", cost="latency", at_most=0.6, batch=4, epochs=2, finetune_epochs=1)
+    whole, folder = (Folder.create(tmp_path / name, [recipe]) for name in ("whole", "run"))
+    data = images("mnist5k")
+    with time_by_weights() as seconds:
+        trainer = training.train([recipe], data, whole)
+        with pytest.raises(training.Stopped):
+            training.train([recipe], data, folder, watchers=[Watch(5, lambda: os.kill(os.getpid(), signal.SIGINT))])
+        monkeypatch.setattr(Latency, "measure", None)  # nobody measures again
+        training.train([recipe], data, folder)
+        assert_same_end(folder, whole, unseeded=True)
+        (result,) = whole.results() or ()
+        dense = trainer.network(0).model
+        taken = seconds(compact(trainer.network(0)), torch.zeros(1, 1, 28, 28)) / seconds(
+            dense, torch.zeros(1, 1, 28, 28)
+        )
+    assert result["costs"]["latency"]["kept"] <= 0.6
+    assert taken == pytest.approx(result["costs"]["latency"]["kept"], rel=0.02)
+    assert training.restore(whole).costs["latency"].table == trainer.costs["latency"].table

@@ -135,7 +135,7 @@ def test_a_constraint_is_that_of_the_plain_loop(case: str) -> None:
 
 def test_multipliers_follow_the_kept_cost_where_they_are_told_to() -> None:
     def first_multiplier(on: str) -> float:
-        r = recipe(cost="macs", at_most=0.1, on=on, dual="ascent", dual_lr=1.0)
+        r = recipe(network="lenet300", cost="macs", at_most=0.1, on=on, dual="ascent", dual_lr=1.0)
         trainer = Trainer([r], data())
         gated: Any = trainer.runs.template.network
         set_open(gated, {name: list(range(0, gate.shape[0], 2)) for name, gate in gated.named_gates()})
@@ -198,7 +198,7 @@ def test_a_target_that_would_leave_a_layer_empty_is_refused_before_the_training(
         "params": (2 + 2 + 20, 266_610),
         "macs": (1 + 1 + 10, 266_200),
     }[cost]
-    r = recipe(placement="per_layer", cost=cost, at_most=1.001 * one / dense, finalize=True)
+    r = recipe(network="lenet300", placement="per_layer", cost=cost, at_most=1.001 * one / dense, finalize=True)
     Trainer([r], data())
     fc1 = {"l0_norm": 1 / 784, "params": 2 / 235_500, "macs": 1 / 235_200}[cost]
     for at_most, least in ((0.999 * one / dense, one / dense), ({"fc1": 0.999 * fc1}, fc1)):
@@ -291,7 +291,7 @@ def test_an_epoch_is_a_function_of_seed_and_epoch() -> None:
     stack, alone = Trainer([a, b], data()), Trainer([b], data())
     order, noise = stack.supply.epoch(stack.epoch)
     assert order.shape == (5, 2, BATCH)
-    assert noise.shape == (5, 2, 2, 300 + 100)  # steps, runs, draws, gates
+    assert noise.shape == (5, 2, 2, 32 + 12)  # steps, runs, draws, gates
     for run in range(2):
         assert sorted(order[:, run].flatten().tolist()) == list(range(TRAIN))
     torch.rand(3)  # torch's own generator has no part in it
@@ -370,7 +370,7 @@ def snapshot(trainer: Trainer) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_finalising_brings_every_run_within_its_target_and_tuning_leaves_it_there() -> None:
-    basis = recipe(cost="macs", at_most=0.3, finalize=True, finetune_epochs=1, ema=0.5)
+    basis = recipe(network="lenet300", cost="macs", at_most=0.3, finalize=True, finetune_epochs=1, ema=0.5)
     trainer = Trainer([basis, basis.override(at_most=0.1, seed=1)], data())
     list(train_epoch(trainer))
     averaged = {n: v.clone() for n, v in trainer.values().items()}
@@ -449,7 +449,7 @@ def test_the_architecture_of_lenet5_is_that_of_the_compact_network() -> None:
 
 
 def test_results_are_counts_of_the_compact_network() -> None:
-    basis = recipe(placement="per_layer", drop_rates={"fc1": 0.2, "*": 0.5})
+    basis = recipe(network="lenet300", placement="per_layer", drop_rates={"fc1": 0.2, "*": 0.5})
     trainer = Trainer([basis, basis.override(penalty=0.2)], data())  # one name, one seed, and still two runs
     shut = {"fc1": list(range(0, 784, 3)), "fc2": list(range(120)), "fc3": list(range(5))}
     for run in range(2):

@@ -36,6 +36,7 @@ from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from support.narrow import SHALLOW
 from support.noise import quartered
+from support.runs import time_by_weights
 from support.trained import CPU, by_name, data, recipe, same, set_open, trained
 
 
@@ -114,7 +115,7 @@ DENSE: dict[str, Any] = {"at_most": None, "placement": None}
         ({}, {"shrink_multiple": 1}, "`shrink_multiple` changes nothing without `shrink_at` or `settle_at`"),
         ({}, {"shrink_at": (9,)}, "`shrink_at` changes nothing after the last of 2 epochs"),
         ({}, {"settle_at": 9}, "`settle_at` changes nothing after the last of 2 epochs"),
-        ({}, {"recalibrate": True}, "`recalibrate` changes nothing for 'lenet300', which has no batch norm"),
+        ({}, {"recalibrate": True}, "`recalibrate` changes nothing for 'narrow', which has no batch norm"),
     ],
 )
 def test_what_is_refused_as_idle_changes_nothing_indeed(
@@ -551,6 +552,20 @@ def test_runs_with_other_costs_share_a_stack() -> None:
         )
         assert alone.lagrangian.multiplier.all()
         assert not stack.lagrangian.multiplier[run, own:].any()
+
+
+@pytest.mark.slow
+def test_a_time_is_bounded_in_a_stack_too() -> None:
+    basis = recipe(placement="per_layer", at_most=0.6, dual="ascent", dual_lr=0.5, gate_lr=0.1, cost="latency")
+    several = [basis, basis.override(seed=1, cost="macs", at_most=0.5), basis.override(seed=2, at_most={"fc2": 0.5})]
+    with time_by_weights():
+        stack = trained(*several)
+        for run in (0, 2):
+            alone = trained(several[run])
+            same(stack, by_name(alone), run, atol=1e-3)
+            assert alone.lagrangian.multiplier.all()
+        with pytest.raises(ValueError, match="`at_most` must be at least"):
+            trained(basis.override(at_most=0.001))
 
 
 def test_targets_that_the_gates_cannot_reach_are_refused_before_the_training() -> None:

@@ -198,8 +198,9 @@ class Fields:
         _ON_PENALTY,
     ] = 0.0
     cost: Annotated[
-        Literal["l0_norm", "params", "macs"],
-        'what the constraint bounds: "l0_norm", "params" or "macs".',
+        Literal["l0_norm", "params", "macs", "latency"],
+        'what the constraint bounds: "l0_norm", "params", "macs", or "latency", the time of a batch of the training\'s '
+        "size on the device that trains, which is measured first.",
         Needs(lambda r: r.penalty is None, "with `penalty`, which weighs no other", strict=True),
         _ON_TARGET,
     ] = "l0_norm"

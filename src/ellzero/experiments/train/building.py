@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from fnmatch import fnmatchcase
@@ -34,8 +35,20 @@ from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.lagrangian import Lagrangian
 from ellzero.out import finalization
 from ellzero.out.budget import FASTEST, TRAVEL
+from ellzero.out.latency.correcting import agreed
+from ellzero.out.latency.cost import Latency
+from ellzero.out.latency.table import Table
 
-COSTS = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
+COSTS: dict[str, costs.Cost] = {"l0_norm": costs.l0_norm, "params": costs.params, "macs": costs.macs}
+
+
+def known_costs(recipes: Sequence[Recipe], gated: Gated, times: str | None = None) -> dict[str, costs.Cost]:
+    """The costs that recipes may bound, by name; times are measured now if one does, or are those of a table."""
+    if all(r.cost != "latency" for r in recipes):
+        return {**COSTS}
+    if times is None:
+        times = agreed(Latency.measure(gated, batch=recipes[0].batch).table.json())  # of several processes the first's
+    return {**COSTS, "latency": Latency(Table.parsed(times), time.perf_counter)}
 
 
 def where(recipe: Recipe) -> placements.Where:
@@ -195,13 +208,13 @@ def evidence(gated: Gated) -> dict[str, list[float]]:
     return {name: [float(f"{number:.3g}") for number in numbers] for name, numbers in found.items()}
 
 
-def parts(recipes: Sequence[Recipe], names: Iterable[str]) -> list[Part]:
+def parts(recipes: Sequence[Recipe], names: Iterable[str], known: Mapping[str, costs.Cost] = COSTS) -> list[Part]:
     """The entries of the cost vector: what a penalty weighs of each placement, costs that targets name, `l2_norm` if it
     acts. Runs of a stack agree in their gates.
     """
     by_gates: list[Part] = [(costs.complexity if recipes[0].charges else costs.l0_norm, name) for name in names]
     others = {(r.cost, pattern): None for r in recipes if r.cost != "l0_norm" for pattern in targets(r)}
-    by_module: list[Part] = [(COSTS[name], None if pattern == "*" else pattern) for name, pattern in others]
+    by_module: list[Part] = [(known[name], None if pattern == "*" else pattern) for name, pattern in others]
     norms: list[Part] = []
     if by_gates and recipes[0].by_eq_17:  # runs of a stack agree in it
         norms.append((l2_of_weights if recipes[0].detach_l2 else costs.l2_norm, None))
@@ -261,6 +274,7 @@ def lagrangian(
     images: int,  # N of λ = c/N
     steps: int,  # of a run with gates that learn
     device: torch.device,
+    known: Mapping[str, costs.Cost] = COSTS,
 ) -> Lagrangian:
     """Penalties, constraints and multipliers of a stack. Refuses patterns that match no gates."""
     names = [str(only) for cost, only in parts if cost in (costs.l0_norm, costs.complexity)]
@@ -286,7 +300,7 @@ def lagrangian(
                 chosen = whole[: len(names)] * torch.tensor([fnmatchcase(name, pattern) for name in names])
                 member[run, g, : len(names)] = chosen / chosen.sum()
             else:
-                member[run, g, parts.index((COSTS[recipe.cost], None if pattern == "*" else pattern))] = 1
+                member[run, g, parts.index((known[recipe.cost], None if pattern == "*" else pattern))] = 1
     prices, member, goal = (t.to(device, torch.float32) for t in (prices, member, goal))
     rising = torch.tensor([cost not in NORMS for cost, _ in parts], device=device), *rise(recipes[0], steps)
     return Lagrangian(prices, member, goal, dual_optimizer(recipes[0], steps), warmup(recipes[0], steps), rising)
@@ -298,11 +312,11 @@ def _refuse_unmatched(argument: str, patterns: Iterable[str], names: Sequence[st
             raise ValueError(f"`{argument}` must have patterns that match gates ({', '.join(names)}), got {pattern!r}")
 
 
-def refuse_unreachable(recipe: Recipe, gated: Gated) -> None:
+def refuse_unreachable(recipe: Recipe, gated: Gated, known: Mapping[str, costs.Cost] = COSTS) -> None:
     """Refuses, before any training, a target that gates or `finalize` cannot reach; says the least it can be."""
     if recipe.at_most is None:
         return
-    cost = COSTS[recipe.cost]
+    cost = known[recipe.cost]
     Constraint(cost, recipe.at_most, on="kept" if recipe.projects else recipe.on).bind(gated)
     if recipe.projects:
         finalization.refuse_unreachable(gated, recipe.at_most, cost)

@@ -162,7 +162,7 @@ def results(trainer: Trainer) -> list[dict[str, Any]]:
             result["architecture"] = architecture(gated)
             if recipe.has_threshold and not recipe.expects:
                 result["evidence"] = evidence(gated)
-            result["costs"] = {name: _fractions(cost, gated) for name, cost in COSTS.items()}
+            result["costs"] = {name: _fractions(cost, gated) for name, cost in trainer.costs.items()}
         out.append(result)
     return out
 

@@ -52,7 +52,7 @@ def settle(trainer: Trainer) -> None:
     """
     gated, r = trainer.gated, trainer.recipe
     learned = trainer.runs.evaluate(Objective.watched, values=trainer.values())[0].tolist()  # all that the gates have
-    settling.settle(gated, {} if r.at_most is None else {COSTS[r.cost]: r.at_most})
+    settling.settle(gated, {} if r.at_most is None else {trainer.costs[r.cost]: r.at_most})
     plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), trainer.policy.multiple)
     before = {kind: dict(zip(COSTS, c, strict=True)) for kind, c in zip(("expected", "kept"), learned, strict=True)}
     trainer.event = {**shrinking.event(gated, plan), **before, "skipped": False, "settled": True}
@@ -73,7 +73,7 @@ def turn(trainer: Trainer) -> None:
     for run, recipe in enumerate(trainer.recipes):
         gated = cast(Gated, trainer.runs.network(run))
         if recipe.at_most is not None:
-            bring_within(gated, {COSTS[recipe.cost]: recipe.at_most}, fill=True)
+            bring_within(gated, {trainer.costs[recipe.cost]: recipe.at_most}, fill=True)
         for name, gate in gated.gates.named_parameters():
             own = trainer.runs.values()[f"network.gates.{name}"]
             with torch.no_grad():

@@ -70,7 +70,7 @@ def train(
         >>> results(trainer)[0]["costs"]["macs"]["kept"] <= 0.2
         True
     """
-    trainer = Trainer(recipes, dataset)
+    trainer = Trainer(recipes, dataset, None if folder is None else saver.times(folder))
     writes, watchers = trainer.rank == 0, list(watchers) if trainer.rank == 0 else []
     with ExitStack() as after:
         after.callback(trainer.step.part)
@@ -175,7 +175,7 @@ def restore(folder: Folder, dataset: Dataset | None = None) -> Trainer:
     is none that can be read.
     """
     dataset = noise_like(folder, folder.recipes[0].batch) if dataset is None else dataset
-    trainer = Trainer(folder.recipes, dataset)
+    trainer = Trainer(folder.recipes, dataset, saver.times(folder))
     if not saver.resume(trainer, folder, cut=False):
         raise checkpoint.CheckpointError(f"there is no checkpoint in {str(folder.path)!r} yet")
     return trainer

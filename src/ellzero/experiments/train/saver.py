@@ -21,6 +21,7 @@ from ellzero.experiments.train import fitting
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.out import shrinking
+from ellzero.out.latency.bounds import tables
 
 _COUNTED = ("epoch", "position", "summed", "seconds")
 
@@ -47,7 +48,14 @@ def state(trainer: Trainer) -> dict[str, Any]:
         "ranks": trainer.policy.ranks,
         "images": trainer.policy.images,
         "threads": torch.get_num_threads(),
+        "times": next(iter(tables(dict.fromkeys(trainer.costs.values(), 1.0))), None),
     }
+
+
+def times(folder: Folder) -> str | None:
+    """The table of times that the runs of a folder go by, if there is one."""
+    there = any(r.cost == "latency" for r in folder.recipes) and checkpoint.steps(folder.checkpoints)
+    return checkpoint.load(folder.checkpoints).state["times"] if there else None
 
 
 def load(trainer: Trainer, state: Mapping[str, Any]) -> None:

@@ -37,13 +37,14 @@ class Trainer:
     Args:
         recipes: one per run; they may differ in what `policy.STACKABLE` names.
         dataset: on the device that the runs train on.
+        times: of a run that is taken up, the table of times that it goes by; without one they are measured.
 
     Raises:
         ValueError: the recipes differ in more than that, or do not fit the data or the number of processes; or a target
             is below what the gates can reach.
     """
 
-    def __init__(self, recipes: Sequence[Recipe], dataset: Dataset) -> None:
+    def __init__(self, recipes: Sequence[Recipe], dataset: Dataset, times: str | None = None) -> None:
         self.recipes, self.data = list(recipes), dataset
         self.recipe = recipe = self.recipes[0]
         self.device = dataset.device
@@ -54,12 +55,14 @@ class Trainer:
         networks = [building.build(r, dataset, self.device) for r in self.recipes]
         torch.manual_seed(int(np.random.SeedSequence([recipe.seed, self.rank]).generate_state(1)[0]))  # of dropout
         self.gates, size = list[str](), 0  # names of those of one run, and how many they are
+        self.costs = building.COSTS  # that recipes may bound
         if isinstance(networks[0], Gated):
             self.gates, size = [name for name, _ in networks[0].named_gates()], networks[0].liveness.size
+            self.costs = building.known_costs(self.recipes, networks[0], times)
             for r in self.recipes:
-                building.refuse_unreachable(r, networks[0])
+                building.refuse_unreachable(r, networks[0], self.costs)
         self.supply = Supply(self.recipes, dataset, 1 if recipe.per_example else max(1, size))
-        parts = building.parts(self.recipes, self.gates)
+        parts = building.parts(self.recipes, self.gates, self.costs)
         autocast, loss = recipe.precision == "bfloat16", fitting.loss_of(recipe)
         self.runs = Runs([Objective(network, parts, autocast, loss) for network in networks])
         self.runs.to(self.device)
@@ -67,7 +70,7 @@ class Trainer:
             self.runs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         dense, steps = self.runs.template.dense, recipe.gate_epochs * self.policy.steps_per_epoch
         self.lagrangian = building.lagrangian(
-            self.recipes, parts, dense, images=images, steps=steps, device=self.device
+            self.recipes, parts, dense, images=images, steps=steps, device=self.device, known=self.costs
         )
         self.optimizer = make_optimizer(recipe, self.runs, self.device, building.gate_rate(recipe, steps))
         self.average = Average(self.runs.values(), recipe.ema, self.policy.average_begins)
@@ -114,6 +117,9 @@ class Trainer:
 
     def prepare(self) -> None:
         """Makes the step anew: as it is, then captured; compiled where that pays."""
+        if "latency" in self.costs:  # it lays out its tables when it is first asked, which no graph can
+            with torch.no_grad():
+                self.runs.template.costs()
         self.step.prepare(compile=self.policy.compiles(self.epoch), ranks=self.policy.ranks)
         self.take: Callable[[Tensor, Tensor], Tensor] = self._take
         if self.policy.captures:

@@ -8,16 +8,22 @@ comes out is compared with the copy whose reading weights are set to zero at tho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
-from ellzero.graph.axes import Axis, Block, Graph, Numbers
+from ellzero.graph.axes import Block, Graph, Numbers, Stored
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
-from ellzero.graph.stored import group_norms, groups_of_a_forward, widths_of_inputs
+from ellzero.graph.stored import (
+    group_norms,
+    groups_of_a_forward,
+    numbers_in_settings,
+    parts_of_reshapes,
+    widths_of_inputs,
+)
 from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials.blocks import found
 from ellzero.graph.trials.drawing import HowMuch, cells, drawn
@@ -38,6 +44,7 @@ from ellzero.graph.trials.scenes import Loans, Scene, loans, moving, staged
 UNSEEN = "the example input does not show whether the output depends on it"
 STUCK = "groups and cuts along it let no part of its units go"
 ONE_GROUP = "the groups of its norms make one unit of it, which cannot go as a whole"
+NO_RUN = "the model does not run with a unit of it removed"
 BY_WIDTH = "; a forward that keeps the size of a head in `self`, and lays heads out by it alone, can lose some"
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
 _LEVELS: tuple[HowMuch, ...] = ("many", "some", "most")  # of removal, one after the other
@@ -54,23 +61,29 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     """
     if is_large(model):
         give_back()  # what tracing took
-    queries = {int(s.queries[0, 0]) for s in graph.served}
     two = tuple(replace(s, least=2) for s in graph.served)
     ways = [graph, *([replace(graph, served=two)] if any(s.queries.shape[1] > 2 for s in two) else [])]
     for way in ways if graph.served else ():
-        out = _proven(model, way, inputs)
-        was, now = ({o for a, o in zip(g.axes, g.offsets, strict=False) if a.frozen is None} for g in (graph, out))
-        if not any(start <= query < start + a.size for query in queries for a, start in _spans(graph, was - now)):
+        bench = _Bench(model, way, inputs)
+        shared = [
+            k for k, a in enumerate(graph.axes) if a.frozen is None and a.size > 1 and bench.among(_shared(way), k)
+        ]
+        failure, _ = bench.survives(bench.part(shared, "most"), bench.scenes)
+        if failure and not failure.startswith(NO_RUN):  # it takes another way, of which nothing is to be had
+            continue
+        out = _proven(bench)
+        if all(out.axes[k].frozen is None for k in shared):
             return out
-    return _proven(model, graph.grouped or graph, inputs)
+    return _proven(_Bench(model, graph.grouped or graph, inputs))
 
 
-def _spans(graph: Graph, starts: Collection[int]) -> list[tuple[Axis, int]]:
-    return [(a, o) for a, o in zip(graph.axes, graph.offsets, strict=False) if o in starts]
+def _shared(graph: Graph) -> set[int]:
+    """Of the queries of each layer that share heads of keys, the first."""
+    return {int(s.queries[0, 0]) for s in graph.served}
 
 
-def _proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
-    bench = _Bench(model, graph, inputs)
+def _proven(bench: _Bench) -> Graph:
+    model, graph = bench.original, bench.graph
     free = [k for k, a in enumerate(graph.axes) if a.frozen is None]
     reasons = dict.fromkeys(bench.unseen(free), UNSEEN)
     # Whether such a number is a literal shows in no output where a condition hides it: nobody guesses.
@@ -78,7 +91,8 @@ def _proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     reasons |= {k: why for units, why in told for k in free if bench.among(units, k)}
     sets = _together(graph, [k for k in free if k not in reasons])
     survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
-    survivors = _shown_less([s for s in sets if s not in survivors], survivors, bench, reasons)
+    for finds in (numbers_in_settings, parts_of_reshapes, widths_of_inputs):
+        survivors = _tried_again([s for s in sets if s not in survivors], survivors, bench, reasons, finds)
     graph = bench.graph
     good = _sift(survivors, [], bench.keeps_its_way, reasons)
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
@@ -105,24 +119,44 @@ def _proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
     return replace(graph, axes=tuple(axes), balances=balances, steps=steps, grouped=None)
 
 
-def _shown_less(
-    failed: Sequence[Together], good: list[Together], bench: _Bench, reasons: dict[int, str]
+def _tried_again(
+    failed: Sequence[Together],
+    good: list[Together],
+    bench: _Bench,
+    reasons: dict[int, str],
+    finds: Callable[[nn.Module, Graph, Sequence[int]], Iterator[tuple[int, Stored | Numbers]]],
 ) -> list[Together]:
-    """Tries heads again whose forward goes by the width of its input: it is shown a smaller one."""
-    slims = dict(widths_of_inputs(bench.graph, [k for s in failed for k in s if k in reasons]))
-    again, before = [s for s in failed if slims.keys() & set(s)], bench.graph
+    """Tries heads again whose forward goes by a number that its module does not keep: in settings, or the width of its
+    input, or one in the code, of parts that it lays them out in.
+    """
+    found: dict[int, dict[str, Stored | Numbers]] = {}
+    for k, what in finds(bench.original, bench.graph, [k for s in failed for k in s if k in reasons]):
+        units, name = (
+            (what.units, f"{what.module}: {what.attribute}") if isinstance(what, Stored) else (what, str(what))
+        )
+        found.setdefault(k, {})[name] = what
+        bench.graph.placed[units] = True  # whether anything else goes by it, a trace tells
+        bench.cells.pop(k, None)
+    again, before = [s for s in failed if found.keys() & set(s)], bench.graph
     if not again:
         return good
-    bench.graph = replace(before, stored=(*before.stored, *slims.values()))
-    why: dict[int, str] = {}
-    out = _sift(again, good, bench.survives_parts, why)
+
+    def following(axes: Iterable[int]) -> Graph:
+        more = [what for k in axes if k in found for what in found[k].values()]
+        numbers = (what for what in more if isinstance(what, Stored))
+        parts = (what for what in more if not isinstance(what, Stored))
+        return replace(before, stored=(*before.stored, *numbers), balances=(*before.balances, *parts))
+
+    bench.graph = following(found)
+    out = _sift(again, good, bench.survives_parts, {})
     passed = [k for s in out for k in s]
-    for k in slims:
-        reasons[k] += BY_WIDTH if reasons[k].startswith("the model does not run") else ""
-        before.placed[slims[k].units] = True  # whether anything else looks at the input, a trace tells
+    for k in found:
         if k in passed:
             del reasons[k]
-    bench.graph = replace(before, stored=(*before.stored, *(slims[k] for k in passed if k in slims)))
+        elif reasons[k].startswith(NO_RUN) and BY_WIDTH not in reasons[k]:
+            reasons[k] += BY_WIDTH
+    bench.graph = following(passed)
+    bench.cells = {k: cell for k, cell in bench.cells.items() if k in passed or k not in found}
     return out
 
 
@@ -213,7 +247,7 @@ class _Bench:
         if self.dtype is not None:
             whole.to(self.dtype)
         free = [k for k, a in enumerate(self.graph.axes) if a.frozen is None]
-        many = self._part([k for k in free if self.graph.axes[k].size > 1], "many")
+        many = self.part([k for k in free if self.graph.axes[k].size > 1], "many")
         try:
             with Coarsest() as coarsest:  # with the mask that is asked for first
                 if lent.weights:
@@ -238,9 +272,7 @@ class _Bench:
     def _lesser(self, small: Scene, plan: Plan) -> Iterator[Scene]:
         """The scene with one unit of each axis, and itself."""
         if not plan.columns:
-            yield small.removed(
-                self._part([k for k, a in enumerate(self.graph.axes) if a.frozen is None], "most", plan)
-            )
+            yield small.removed(self.part([k for k, a in enumerate(self.graph.axes) if a.frozen is None], "most", plan))
         yield small
 
     def unseen(self, axes: Sequence[int]) -> list[int]:
@@ -278,7 +310,7 @@ class _Bench:
         axes = [k for k in axes if self.graph.axes[k].size > 1]
         scenes, tried = self.scenes, []
         for much in _LEVELS:
-            plan = self._part(axes, much, scenes[0].done)
+            plan = self.part(axes, much, scenes[0].done)
             if much == "many" and any(plan.units[self.span(k)].all() for k in axes):  # all came back: nothing was tried
                 return STUCK
             failure, small = self.survives(plan, scenes)
@@ -290,7 +322,7 @@ class _Bench:
         first, scenes = (4, tried[0][1]) if is_large(self.original) else (0, self.scenes)
         seen = {tried[0][0].tobytes()}
         for seed, much in list(enumerate(_FURTHER))[first:]:
-            plan = self._part(axes, much, scenes[0].done, seed)
+            plan = self.part(axes, much, scenes[0].done, seed)
             if (units := plan.units.tobytes()) in seen:  # few units: the same ones again
                 continue
             seen.add(units)
@@ -305,13 +337,13 @@ class _Bench:
         left = [k for k in axes if self.graph.axes[k].size > 1 and self.graph.placed[self.span(k)].any()]
         several = len(left)
         for seed, much in enumerate(_FOLLOWED if left else ()):
-            plan = self._part(axes, much, seed=seed)
+            plan = self.part(axes, much, seed=seed)
             if failure := self.follows(plan, axes):
                 return failure
             left = [k for k in left if plan.units[self.span(k)].all()]
             if not left:  # and some without others: who asks whether a width is even may have met even ones alone
                 more = 0 if is_large(self.original) or several < 2 else 4
-                plans = (self._part(axes, "uneven", seed=n) for n in range(more))
+                plans = (self.part(axes, "uneven", seed=n) for n in range(more))
                 return next(filter(None, (self.follows(plan, axes) for plan in plans)), None)
         return STUCK if left else None
 
@@ -347,7 +379,7 @@ class _Bench:
         trials = [(*self.some, gone), (*self.some, ~gone)]
         if not is_large(self.original):
             free = [k for k, a in enumerate(self.graph.axes) if a.frozen is None and a.size > 1]
-            draws = ((self._part(free, "uneven", seed=k).units, np.random.default_rng(k)) for k in range(3))
+            draws = ((self.part(free, "uneven", seed=k).units, np.random.default_rng(k)) for k in range(3))
             trials += [(units, self.scenes, random.random(len(axes)) < 0.5) for units, random in draws]
         for units, scenes, goes in trials:
             alive = self.without([k for k, away in zip(axes, goes, strict=True) if away])
@@ -362,7 +394,7 @@ class _Bench:
 
     def survives_blocks(self, blocks: Sequence[int]) -> str | None:
         """All of the blocks go; then every other one, beside units that do; then the rest."""
-        many = self._part([k for k, a in enumerate(self.graph.axes) if a.frozen is None and a.size > 1], "many").units
+        many = self.part([k for k, a in enumerate(self.graph.axes) if a.frozen is None and a.size > 1], "many").units
         for units, these in ((self.without([]), blocks), (many, blocks[::2]), (many, blocks[1::2])):
             failure, _ = self.survives(_within(self.graph, units, units, blocks=these), self.scenes)
             if failure is not None:
@@ -382,7 +414,7 @@ class _Bench:
                 gone = plan.closed | plan.gone.keys()
                 removed, calls = small.masked(self.graph, plan.units, gone, blocks=plan.blocks)
             except Exception as error:
-                return f"the model does not run with a unit of it removed ({first_line(error)})", []
+                return f"{NO_RUN} ({first_line(error)})", []
             masked, usual = scene.masked(self.graph, plan.units, gone, blocks=plan.blocks)
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed", []
@@ -404,7 +436,7 @@ class _Bench:
     def span(self, axis: int) -> slice:
         return slice(self.graph.offsets[axis], self.graph.offsets[axis] + self.graph.axes[axis].size)
 
-    def _part(self, axes: Sequence[int], much: HowMuch, done: Plan | None = None, seed: int = 0) -> Plan:
+    def part(self, axes: Sequence[int], much: HowMuch, done: Plan | None = None, seed: int = 0) -> Plan:
         """Removes some of what is left of each axis."""
         left = self.without([]) if done is None else done.units
         for k in axes:

@@ -152,9 +152,11 @@ class Latency:
         seconds, factor = self.table.seconds, self.table.factor
         if only is None:
             return seconds * (1 - factor * (shares - times).sum())
-        names = [r.name for r in self.table.regions]
-        chosen = [k for k, c in enumerate(matching(names, only, "a layer whose time depends on gates")) if c]
-        return seconds * factor * times[torch.tensor(chosen, device=times.device)].sum()
+        key = (*self._key, only, times.device)
+        if key not in gated.memo:  # once: no captured step can bring it to the device
+            named = matching([r.name for r in self.table.regions], only, "a layer whose time depends on gates")
+            gated.memo[key] = torch.tensor([k for k, c in enumerate(named) if c], device=times.device)
+        return seconds * factor * times[gated.memo[key]].sum()
 
     def timed(self, gated: Gated) -> float | None:
         """The share of the dense network's time that a network takes as its gates are open now, measured; `None` where
@@ -189,7 +191,6 @@ class Latency:
         """The table beside a network, once; refused if it is of another."""
         found: _Beside | None = gated.memo.get(self._key)
         if found is None:
-            refuse_unfit(gated)
             self._refuse_other(gated)
             census, home = count_widths(gated.graph, gated.liveness), gated.tables["ends"]
             rows, blocks = len(census.constant), len(gated.liveness.blocks)

@@ -80,8 +80,8 @@ class Curves:
 
     def at(self, where: Tensor) -> Tensor:
         """The value of each curve at its place; beyond its ends it goes straight on."""
-        place = where.detach().unsqueeze(1).contiguous()
-        right = torch.searchsorted(self.x, place).clamp(min=1).minimum(self.last)
+        below = self.x < where.detach().unsqueeze(1)
+        right = below.sum(1, keepdim=True).clamp(min=1).minimum(self.last)
         (x0, x1), (y0, y1) = ([a.gather(1, k).squeeze(1) for k in (right - 1, right)] for a in (self.x, self.y))
         return y0 + (where - x0) * (y1 - y0) / (x1 - x0)
 
