@@ -182,3 +182,26 @@ def test_queries_of_a_llama(how: str, least: int) -> None:
         readers |= {"layers.0.mlp.gate_proj": {"layers.0.mlp.down_proj": each(1)}}
         theirs = masked_by_hand(model, z, readers)(words).last_hidden_state
         assert_same(small(words).last_hidden_state, theirs, 1e-6)  # its norms cast to float32
+
+
+def test_what_is_kept_follows_from_the_open_queries_whatever_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a plan is not made again in every step of a budget. Against what the author counts."""
+    _, gated = made("one")
+    gate, plans, plan = dict(gated.named_gates())["q"], [0], l0.Gated.plan
+
+    def counted(self: l0.Gated, **options: Any) -> Any:
+        plans[0] += 1
+        return plan(self, **options)
+
+    monkeypatch.setattr(l0.Gated, "plan", counted)
+    random = torch.Generator().manual_seed(0)
+    for state in list(itertools.product((True, False), repeat=8))[::7]:
+        opens, kept, made_before = torch.tensor(state), set[float](), plans[0]
+        for _ in range(3):
+            strength = torch.rand(8, generator=random) + 3
+            gate.log_alpha.data.copy_(torch.where(opens, strength, -strength))
+            kept.add(float(l0.macs(gated, kept=True)))
+        if opens.any():
+            queries, keys = left([k for k in range(8) if not state[k]], 2, 1)
+            assert plans[0] - made_before == (1 if keys > 1 else 3)  # of one that stays it is not told which
+            assert kept == {float(5 * 3 * (2 * 8 * queries + 2 * 8 * keys) + 2 * 5 * 5 * 3 * queries)}

@@ -18,6 +18,7 @@ from math import prod
 from numbers import Real
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -320,9 +321,7 @@ def kept_terms(key: Hashable, gated: Gated, count: Callable[[Plan], Vector]) -> 
     of removal is not made again. It follows from what is open alone, but where evidence chooses the unit that stays.
     """
     opens, key = gated.opens().cpu().numpy().tobytes(), ("kept", key)
-    lasting = (
-        gated.taken is None and not (gated.graph.balanced or gated.graph.served) and not torch.compiler.is_compiling()
-    )
+    lasting = gated.taken is None and not torch.compiler.is_compiling() and not _by_evidence(gated)
     if lasting and key in gated.memo and gated.memo[key][0] == opens:
         before: Tensor = gated.memo[key][1]
         return before
@@ -332,6 +331,19 @@ def kept_terms(key: Hashable, gated: Gated, count: Callable[[Plan], Vector]) -> 
     if lasting and not any(a.size > 1 and plan.units[s : s + a.size].sum() == 1 for a, s in spans):
         gated.memo[key] = opens, terms
     return terms
+
+
+def _by_evidence(gated: Gated) -> bool:
+    """Whether evidence chooses units that come back, beside what is open, and how many are kept follows from which."""
+    if "by evidence" not in gated.memo:
+        graph, decided = gated.graph, np.zeros(gated.graph.offsets[-1], dtype=bool)
+        decided[gated.liveness.decided] = True
+        evened = any(decided[units].any() for balances in graph.balanced for units in balances)
+        # As many queries of each head come back, whichever they are: that matters to single inputs alone.
+        levelled = bool(gated.liveness.entries) and any(decided[s.queries].any() for s in graph.served)
+        gated.memo["by evidence"] = evened or levelled
+    found: bool = gated.memo["by evidence"]
+    return found
 
 
 def _counting_sites(
