@@ -122,23 +122,17 @@ def sizes(record: Record) -> list[str]:
 def table(records: Sequence[Record], title: str) -> Table:
     digits = ".2f" if Recipe.from_dict(records[0]["recipe"]).in_percent else ".4f"
     left = ("row", "heads", "feed-forward", "stream")
-    right = ("published", "best", "last", "M MACs", "M parameters", "seconds", "× dense")
+    right = ("published", "best", "last", "M MACs", "M parameters", "seconds")
     out = new_table(title, left, right, fold=True)
-    dense = next((r for r in records if r["row"] == "dense"), None)
     for record in records:
         seeds = record["seeds"]
-        seconds = statistics.fmean(s["seconds_of_stack"] for s in seeds)
-        ratio = "–"
-        if dense is not None and (record["device"], len(seeds)) == (dense["device"], len(dense["seeds"])):
-            ratio = f"{seconds / statistics.fmean(s['seconds_of_stack'] for s in dense['seeds']):.3f}"
         out.add_row(
             record["row"],
             *("-".join(map(str, units)) or "–" for units in parts(seeds[0]).values()),
             record["published"]["error"] or "–",
             *(with_interval([s[name] for s in seeds], digits) for name in ("error_best", "error_last")),
             *sizes(record),
-            f"{seconds:.0f}",
-            ratio,
+            f"{statistics.fmean(s['seconds_of_stack'] for s in seeds):.0f}",
         )
     return out
 

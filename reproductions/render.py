@@ -40,6 +40,7 @@ TABLES = {
     "frontier-split": "frontier-split",
     "gpt-shakespeare": "gpt-shakespeare",
     "vit-cifar10": "vit-cifar10",
+    "vit-split": "vit-split",
 }
 # Runs of results/benchmarks/budget_ablation_lenet300.json that are shown: name there, and what it is.
 ABLATION = {
