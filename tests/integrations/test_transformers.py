@@ -18,7 +18,7 @@ import ellzero as l0
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator is found")]
 WORDS = torch.randint(0, 30, (32, 8), generator=torch.Generator().manual_seed(1))
-STEPS = 16
+STEPS = 12
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def trainer(gated: l0.Gated, home: Path, data: Sentences, budget: dict[str, Any]
     here = {"output_dir": str(home), "use_cpu": True, "report_to": [], "disable_tqdm": True}
     loop = {"max_steps": STEPS, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "save_strategy": "no"}
     loop["optim"] = "adamw_torch"
-    args = transformers.TrainingArguments(**{**here, **loop, "logging_steps": 3, **options})
+    args = transformers.TrainingArguments(**{**here, **loop, "logging_steps": 2, **options})
     callback = BudgetCallback(**{"params": 0.75, "learning": 0.5, **(budget or {})})
     made = transformers.Trainer(gated, args, train_dataset=data, eval_dataset=data, callbacks=[callback])
     made.remove_callback(transformers.PrinterCallback)
@@ -142,7 +142,7 @@ def test_a_training_is_the_plain_loop(make: Any, data: Sentences, tmp_path: Path
     assert type(small) is type(make())
     assert 0.7 * size(make()) < size(small) <= 0.75 * size(make())
     told = [line for line in hf.state.log_history if "budget/params/kept" in line]
-    assert [line["step"] for line in told] == [3, 6, 9, 12, 15]
+    assert [line["step"] for line in told] == [2, 4, 6, 8, 10, 12]
     assert told[-1]["budget/params/kept"] == pytest.approx(size(small) / size(make()))
     assert told[0]["budget/params/target"] > told[-1]["budget/params/target"] == pytest.approx(0.75)
 
@@ -157,7 +157,7 @@ def test_a_language_model_counts_the_words_that_it_predicts(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("make", "data", "stop"), [(bert, CLASSES, 5), (llama, SHIFTED, 12)], ids=["learning", "tuning"]
+    ("make", "data", "stop"), [(bert, CLASSES, 5), (llama, SHIFTED, 9)], ids=["learning", "tuning"]
 )
 def test_a_stopped_training_goes_on_bit_for_bit(make: Any, data: Sentences, stop: int, tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": stop}
@@ -184,9 +184,9 @@ def test_evaluation_has_the_loss_and_the_best_checkpoint_is_handed_over(tmp_path
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 12}
+    saving = {"save_strategy": "steps", "save_steps": 9}
     trainer(attached(bert), tmp_path, CLASSES, **saving)[0].train()
-    checkpoint = str(tmp_path / "checkpoint-12")
+    checkpoint = str(tmp_path / "checkpoint-9")
     with pytest.raises(ValueError, match="`state_dict` is of another network"):
         trainer(attached(llama), tmp_path, SHIFTED)[0].train(resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match=r"whose `bounds` is \{'params': 0.75\}, not \{'macs': 0.9\}"):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.page.facts import _columns
+from support import traced
 from support.oracles import assert_counted, assert_same, each, masked_by_hand, set_gates, settled
 
 PARTS = l0.shrinkable(parts=True)
@@ -73,7 +74,7 @@ WHOLE = [pytest.param({f"blocks.{k}.down.outputs": range(6)}, marks=pytest.mark.
 @pytest.mark.parametrize("closed", [CLOSED, *WHOLE])
 def test_layers_read_and_write_parts(closed: dict[str, Any]) -> None:
     model = settled(PostNorm())
-    gated = l0.attach(model, words(2, 5), where=PARTS).eval()
+    gated = traced.attached(model, words(2, 5), where=PARTS).eval()
     names = {f"blocks.{k}.{n}" for k in (0, 1) for n in ("up", "up.inputs", "down.outputs")} | {"head.inputs"}
     assert {name for name, _ in gated.named_gates()} == names
     z = set_gates(gated, closed)
@@ -89,7 +90,7 @@ def test_layers_read_and_write_parts(closed: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_files_hold_them(tmp_path: Path) -> None:
-    gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS).eval()
+    gated = traced.attached(settled(PostNorm()), words(2, 5), where=PARTS).eval()
     set_gates(gated, CLOSED)
     small = l0.compact(gated)
     l0.save(small, tmp_path / "small.safetensors")
@@ -108,7 +109,7 @@ def test_files_hold_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_parts_of_a_network_with_gates_elsewhere_cost_what_is_said() -> None:
     """E[params] of two linear layers under independent gates, by hand."""
-    gated = l0.attach(PostNorm(), words(2, 5), where=PARTS)
+    gated = traced.attached(PostNorm(), words(2, 5), where=PARTS)
     p = {name: float(gate.prob_open().detach().sum()) for name, gate in gated.named_gates()}
     blocks = 0.0
     for k, bias in ((0, 6), (1, 0)):
@@ -122,7 +123,7 @@ def test_parts_of_a_network_with_gates_elsewhere_cost_what_is_said() -> None:
 @pytest.mark.filterwarnings("ignore:gates settle after")
 def test_a_budget_over_parts() -> None:
     torch.manual_seed(0)
-    gated = l0.attach(PostNorm(), words(2, 5), where=PARTS)
+    gated = traced.attached(PostNorm(), words(2, 5), where=PARTS)
     budget = l0.Budget(gated, macs=0.5, steps=10)
     optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
     budget.drive(optimizer)
@@ -138,7 +139,7 @@ def test_a_budget_over_parts() -> None:
 
 @pytest.mark.slow
 def test_what_a_live_network_cannot_follow_is_refused() -> None:
-    gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS)
+    gated = traced.attached(settled(PostNorm()), words(2, 5), where=PARTS)
     set_gates(gated, {"blocks.0.down.outputs": [1]})
     with pytest.raises(ValueError, match="leave layers and single inputs"):
         gated.shrink(gated.plan())
@@ -161,7 +162,7 @@ def test_parts_of_bert() -> None:
 
 @pytest.mark.slow
 def test_the_report_and_the_page_tell_inputs_from_outputs() -> None:
-    gated = l0.attach(settled(PostNorm()), words(2, 5), where=PARTS).eval()
+    gated = traced.attached(settled(PostNorm()), words(2, 5), where=PARTS).eval()
     set_gates(gated, CLOSED)
     made = l0.report(gated)
     assert "Inputs and outputs picked one by one" in str(made)
@@ -174,7 +175,7 @@ def test_the_report_and_the_page_tell_inputs_from_outputs() -> None:
 @pytest.mark.slow
 def test_a_layer_that_reads_nothing_places_nothing() -> None:
     model = settled(PostNorm())
-    gated = l0.attach(model, words(2, 5), where=PARTS).eval()
+    gated = traced.attached(model, words(2, 5), where=PARTS).eval()
     z = set_gates(gated, {"blocks.0.up": range(4), "blocks.0.down.outputs": [1, 2]})
     small = l0.compact(gated)
     assert_same(small(words(3, 7)), by_hand(model, z)(words(3, 7)))

@@ -28,6 +28,7 @@ from ellzero.objectives.latency import interleaved
 from ellzero.out.files import FileError
 from ellzero.page import charts, drawing, facts, page_file, run_figures, run_page, write
 from ellzero.page import run as making
+from support import into_nothing
 from support.finished import copied
 from support.finished import finished as trained
 from support.pages import embedded, small, small_run, text_of, trace
@@ -680,7 +681,9 @@ def test_mistakes_are_one_line(finished: Path, words: tuple[str, ...], message: 
 
 @pytest.mark.usefixtures("drawn_once")
 @pytest.mark.slow
-def test_figures_are_drawn_with_their_captions(copy: Path, tmp_path: Path, capsys: Any) -> None:
+def test_figures_are_drawn_with_their_captions(
+    copy: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["report", str(copy), "--figures", str(tmp_path / "figures")]) == 0
     names = ["filters", "flops", "gates-at-the-end", "gates-over-time", "input-gates", "network", "training"]
     there = sorted(p.name for p in (tmp_path / "figures").iterdir())
@@ -689,6 +692,7 @@ def test_figures_are_drawn_with_their_captions(copy: Path, tmp_path: Path, capsy
     for file in (tmp_path / "figures").glob("*.txt"):
         assert re.search(r"percent|FLOPs|units", file.read_text()), file
     shutil.rmtree(copy / "checkpoints")
+    monkeypatch.setattr("ellzero.experiments.figures.render", into_nothing)  # into files they are drawn above
     assert main(["report", str(copy), "--figures", str(tmp_path / "less")]) == 0
     assert sorted({p.stem for p in (tmp_path / "less").iterdir()}) == ["flops", "gates-over-time", "training"]
 
