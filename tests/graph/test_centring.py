@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
@@ -80,6 +81,45 @@ class Stream(nn.Module):
         return self.head(x if self.what == "read beside" else self.last(x))
 
 
+class OwnNorm(nn.Module):
+    """A LayerNorm as people write it, nanoGPT among them; or more than one."""
+
+    def __init__(self, bias: bool, scale: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(6)), scale
+        self.bias = nn.Parameter(torch.zeros(6)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, 0.02) * self.scale
+
+
+class OwnStream(Stream):
+    def __init__(self, bias: bool, scale: float = 1.0) -> None:
+        super().__init__("nothing")
+        self.norm, self.last = (OwnNorm(bias, scale) for _ in range(2))  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_norms_of_ones_own(bias: bool) -> None:
+    model, x = settled(OwnStream(bias)), draw(4, 3)
+    found = l0.centred(model, draw(2, 3))
+    assert_same(found(x), model(x))
+    assert found.state_dict().keys() == model.state_dict().keys()
+    gated = l0.attach(found, draw(2, 3), where=STREAMS).eval()
+    z = set_gates(gated, {"into": [1, 4], "up": [2]})
+    small: Any = l0.compact(gated)
+    assert (tuple(small.norm.weight.shape), small.down.out_features, small.up.out_features) == ((4,), 4, 3)
+    theirs = masked(found, z["into"], {name: f"{name}.bias" if bias else None for name in ("norm", "last")})
+    theirs = masked_by_hand(theirs, {"up": z["up"]}, {"up": {"down": each(1)}})
+    assert_same(gated(x), theirs(x))
+    assert_same(small(x), theirs(x))
+
+
+def test_more_than_a_norm_is_refused() -> None:
+    with pytest.raises(ValueError, match="`norm` is read beside it, or written by more than a linear map"):
+        l0.centred(settled(OwnStream(bias=True, scale=1.5)), draw(2, 3))
+
+
 @pytest.mark.parametrize("what", ["not linear", "scaled", "read beside"])
 def test_what_does_not_hold_is_refused(what: str) -> None:
     with pytest.raises(ValueError, match="`norm` is read beside it, or written by more than a linear map"):
@@ -104,7 +144,7 @@ def test_norms_behind_the_sum_are_refused() -> None:
 
 
 def test_a_model_without_such_norms_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no `nn\.LayerNorm` along units"):
+    with pytest.raises(ValueError, match=r"no LayerNorm along units"):
         l0.centred(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3))
     with pytest.raises(TypeError, match=r"`model` must be an nn\.Module"):
         l0.centred("net", torch.zeros(1, 3))  # type: ignore[type-var]

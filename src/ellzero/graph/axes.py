@@ -199,6 +199,7 @@ class Norm:
         units: numbers of the units.
         offset: what the forward adds to the weight, as 1 in Gemma.
         centres: whether it subtracts a mean first, as LayerNorm does; then no unit can go.
+        eps: of a norm that does.
     """
 
     module: str
@@ -207,6 +208,7 @@ class Norm:
     units: Numbers
     offset: float = 0.0
     centres: bool = False
+    eps: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,8 @@ def layer_norm(call: Call, x: Value, over: Sequence[int], weight: Value | None =
     if len(over) > 1 or atoms is None or weight is None or weight.source is None:
         return _mixed(call, x, over, weight, *rest)
     call.looks_at(x, atoms)
-    call.ties.norms.append(Norm(call.module, "eps", weight.source, atoms, centres=True))
+    eps = next((a for a in rest if type(a) is float), 1e-5)  # torch's own, where none is given
+    call.ties.norms.append(Norm(call.module, "eps", weight.source, atoms, centres=True, eps=eps))
     call.ties.freeze(atoms, f"{call.mixes()} and subtracts their mean, which `l0.centred` may do away with")
     return _mixed(call, x, over, weight, *rest)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ellzero.graph.axes import Axis, Graph
+from ellzero.graph.axes import Axis, Graph, Norm
 from ellzero.graph.standins import RootMeanSquare
 from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
 from ellzero.graph.trials.running import agree, disturb, outputs, stirred, watched
@@ -27,7 +27,7 @@ class _Stream(NamedTuple):
     """An axis, and the LayerNorms over all its units."""
 
     axis: Axis
-    norms: list[str]
+    norms: list[Norm]
 
 
 def centred(model: M, example_inputs: Any) -> M:
@@ -63,10 +63,13 @@ def centred(model: M, example_inputs: Any) -> M:
         good = [stream for stream, reason in zip(streams, reasons, strict=True) if reason is None]
         if good:
             still = _uncentred(trace(_centred(model, graph, good), inputs[1] or inputs[0]))
-            reasons += [f"the units of `{s.norms[0]}` reach `{still[n]}`" for s in good for n in s.norms if n in still]
-            good = [stream for stream in good if still.keys().isdisjoint(stream.norms)]
+            paths = [(stream, [norm.module for norm in stream.norms]) for stream in good]
+            reasons += [
+                f"the units of `{norms[0]}` reach `{still[n]}`" for _, norms in paths for n in norms if n in still
+            ]
+            good = [stream for stream, norms in paths if still.keys().isdisjoint(norms)]
     if not good:
-        first = next((r for r in reasons if r), "it has no `nn.LayerNorm` along units that its parameters write")
+        first = next((r for r in reasons if r), "it has no LayerNorm along units that its parameters write")
         raise ValueError(f"`model` has no stream whose norms could do without a mean: {first}")
     return _centred(model, graph, good)
 
@@ -89,11 +92,17 @@ def _streams(model: nn.Module, graph: Graph) -> list[_Stream]:
     found = []
     for axis, start in zip(graph.axes, graph.offsets, strict=False):
         whole = np.arange(start, start + axis.size)
-        norms = [n.module for n in graph.norms if n.centres and np.array_equal(np.sort(n.units), whole)]
-        norms = [path for path in norms if type(model.get_submodule(path)) is nn.LayerNorm]
+        norms = [n for n in graph.norms if n.centres and np.array_equal(np.sort(n.units), whole)]
+        norms = [n for n in norms if _is_one(model.get_submodule(n.module))]
         if norms:
             found.append(_Stream(axis, norms))
     return found
+
+
+def _is_one(module: nn.Module) -> bool:
+    """Whether a module is torch's LayerNorm, or somebody's own with the same parameters, as in nanoGPT."""
+    own = {name for name, _ in module.named_parameters()}
+    return type(module) is nn.LayerNorm or ("weight" in own and own <= {"weight", "bias"} and not [*module.children()])
 
 
 def _changes(model: nn.Module, graph: Graph, stream: _Stream, inputs: Inputs) -> str | None:
@@ -113,7 +122,7 @@ def _changes(model: nn.Module, graph: Graph, stream: _Stream, inputs: Inputs) ->
         except Exception as error:
             return first_line(error)
         if not agree(before, after, tolerance):
-            return f"the input of `{stream.norms[0]}` is read beside it, or written by more than a linear map"
+            return f"the input of `{stream.norms[0].module}` is read beside it, or written by more than a linear map"
     return None
 
 
@@ -139,11 +148,21 @@ def _centre(model: nn.Module, graph: Graph, stream: _Stream) -> None:
         rows = weight.index_select(dim, index)
         mean = rows.double().mean(dim, keepdim=True)
         weight.index_copy_(dim, index, (rows.double() - mean).to(rows.dtype))
-    for path in stream.norms:
-        model.get_submodule(path).__class__ = RootMeanSquare
+    for norm in stream.norms:
+        _subtract_none(model, norm)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and isinstance(layer.norm1, RootMeanSquare):
             layer.activation_relu_or_gelu = 0  # then it takes no path past its norms
+
+
+def _subtract_none(model: nn.Module, norm: Norm) -> None:
+    module = model.get_submodule(norm.module)
+    if type(module) is nn.LayerNorm:
+        module.__class__ = RootMeanSquare
+        return
+    new = RootMeanSquare(len(norm.units), norm.eps, device="meta").train(module.training)
+    new.weight, new.bias = (dict(module.named_parameters()).get(key) for key in ("weight", "bias"))  # type: ignore[assignment]
+    model.set_submodule(norm.module, new)
 
 
 def _untie(model: nn.Module, tensor: str) -> None:
