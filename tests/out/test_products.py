@@ -182,9 +182,10 @@ class Fused(nn.Module):
 
 
 @pytest.mark.slow
-def test_fewer_heads_of_keys_in_one_weight() -> None:
-    small = assert_exact(Fused(), {"qkv": [1]}, {"out.weight": ("qkv", 1, 6)})
-    assert (small.queries, small.keys, small.qkv.out_features) == (6, 3, 12)
+@pytest.mark.parametrize(("closed", "keys"), [([2, 3], 3), ([1, 3], 6)])
+def test_fewer_heads_of_keys_in_one_weight(closed: list[int], keys: int) -> None:
+    small = assert_exact(Fused(), {"qkv": closed}, {"out.weight": ("qkv", 1, 3)})
+    assert (small.queries, small.keys, small.qkv.out_features) == (6, keys, 6 + 2 * keys)
 
 
 def test_literal_sizes_are_refused() -> None:

@@ -116,10 +116,10 @@ def test_a_page_is_made_once_for_all_who_ask(server: Server, begun: Path, monkey
 
 @pytest.mark.slow
 def test_who_says_nothing_is_hung_up_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module._Handler, "timeout", 0.05)
+    monkeypatch.setattr(module._Handler, "timeout", 0.5)
     address = server.server_address
     silent = [socket.create_connection(("127.0.0.1", int(address[1])), timeout=60) for _ in range(150)]
-    assert ask(server, "/")[0] == 200
+    assert ask(server, "/none")[0] == 404  # few bytes: a long page, read slowly by a busy machine, would be cut off too
     for connection in silent:
         assert connection.recv(1) == b""
         connection.close()
