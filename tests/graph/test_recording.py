@@ -250,6 +250,14 @@ def test_a_lean_copy_is_a_whole_one_but_for_its_parameters() -> None:
     assert model.inner[0].out_features == 3
 
 
+def test_a_lean_copy_of_blocks_that_share_a_layer_shares_it_too() -> None:
+    shared = nn.BatchNorm1d(3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), shared) for _ in range(3)))
+    out = lean(model)
+    assert out[0][1] is out[1][1] is out[2][1] is not shared
+    assert out[0][1].weight is shared.weight
+
+
 class Tables(nn.Module):
     """Keeps what it makes of its frequencies outside of itself, a table for each size of the batch."""
 

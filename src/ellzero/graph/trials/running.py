@@ -72,7 +72,7 @@ def _slight(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for key, value in vars(module).items():
         out.__dict__[key] = value.copy() if isinstance(value, dict | list | set) else value
     out._parameters = {key: p if p is None else memo[id(p)] for key, p in module._parameters.items()}
-    out._modules = {key: m if m is None else memo[id(m)] for key, m in module._modules.items()}
+    out._modules = {key: copy.deepcopy(m, memo) for key, m in module._modules.items()}  # shared, it may be new
     for key, b in module._buffers.items():
         if isinstance(b, Tensor) and type(b) is Tensor and b.is_leaf:
             out._buffers[key] = memo.setdefault(id(b), b.clone())
