@@ -336,9 +336,9 @@ def _refuse_other(budget: Budget, state: Mapping[str, Any]) -> None:
 
 def _refuse_unsettled(budget: Budget) -> None:
     if budget.phase == "learning":
+        do = "train on, or call `settle()` first" if budget.done else "call `budget.drive(optimizer)` before the loop"
         raise RuntimeError(
-            f"`finish()` must come after the gates settled, in step {budget.settles}, got {budget.done} steps; "
-            "train on, or call `settle()` first"
+            f"`finish()` must come after the gates settled, in step {budget.settles}, got {budget.done} steps; {do}"
         )
     for cost, bound in budget.bounds.items():
         for name, share, most in _parts(cost, bound, budget.gated):
