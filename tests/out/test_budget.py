@@ -399,6 +399,19 @@ def test_statistics_are_those_of_the_network_that_is_handed_over(shrink: bool) -
         assert norm.momentum == 0.1
 
 
+@pytest.mark.parametrize("options", [{}, {"ema": 0.75}], ids=["last", "averaged"])
+def test_the_model_itself_is_what_comes_out_where_closed_units_stay_as_masks(options: dict[str, float]) -> None:
+    """Momentum moves weights behind closed gates: whoever saves the model and not what `finish` returns gets them."""
+    gated, budget, optimizer = driven(shrink=False, **options)
+    train(gated, optimizer, range(40))
+    x = torch.randn(8, *gated.example_inputs[0][0].shape[1:])
+    gated.eval()
+    assert options or not torch.allclose(gated.model(x), gated(x))
+    small = budget.finish().eval()
+    torch.testing.assert_close(gated.model(x), gated(x))
+    torch.testing.assert_close(gated.model(x), small(x))
+
+
 def test_the_average_is_handed_over() -> None:
     gated, budget, optimizer = driven(ema=0.75)
     train(gated, optimizer, range(20))

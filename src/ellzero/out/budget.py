@@ -31,7 +31,7 @@ from ellzero.out.compaction import compact
 from ellzero.out.finalization import MUCH, Uniform, refuse_unreachable
 from ellzero.out.latency.bounds import measured, said, tables, take_tables
 from ellzero.out.latency.cost import Latency
-from ellzero.out.settling import recalibrate, settle
+from ellzero.out.settling import fold_in, recalibrate, settle
 
 # The share of the steps in which gates learn. A small ResNet on CIFAR-100 (`benchmarks/own_loop.py`), 8 epochs, two
 # seeds, 30 and 15 % of the MACs: 47.2 and 52.5 % error with 0.1, 45.6 and 52.2 % with 0.25, 45.9 and 51.3 % with 0.4.
@@ -235,6 +235,8 @@ class Budget:
         _refuse_unsettled(self)
         if self._average is not None:
             self.gated.model.load_state_dict(self._average.module.state_dict())
+        if self.masked and not self.gated.on_activations:
+            fold_in(self.gated)  # momentum has moved what is closed: the model by itself would not be the gated one
         if batches is not None:
             recalibrate(self.gated, batches)  # with its gates: they are masks where no unit has left
         nn.Module.train(self.gated, False)  # `compact` warns of noise in the statistics, once

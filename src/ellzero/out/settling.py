@@ -41,12 +41,16 @@ def settle(gated: Gated, bounds: Bounds, *, uniform: Uniform = None) -> None:
         chosen_by_the_clock(gated, bounds, partial(bring_within, gated, bounds, fill=True, uniform=uniform))
     else:
         revive(gated)
-    members = dict(gated.model.named_parameters())
-    for name, weight in gated.gated_weights(gates.values([gate for _, gate in gated.named_gates()])).items():
-        members[name].copy_(weight)
+    fold_in(gated)
     for _, gate in gated.named_gates():
         gate.close_(~gate.open())  # for good: what is expected is then what is kept
         gate.open_(gate.open(), wide=True)
+
+
+@torch.no_grad()
+def fold_in(gated: Gated) -> None:
+    """Multiplies the gates' test-time values into the model's weights, in place."""
+    gated.multiply_into(gated.model, gates.values([gate for _, gate in gated.named_gates()]))
 
 
 @torch.no_grad()
