@@ -233,10 +233,7 @@ class Budget:
             RuntimeError: the gates have not settled yet, or a state from before was loaded since. Nothing is lost.
         """
         _refuse_unsettled(self)
-        if self._average is not None:
-            self.gated.model.load_state_dict(self._average.module.state_dict())
-        if self.masked and not self.gated.on_activations:
-            fold_in(self.gated)  # momentum has moved what is closed: the model by itself would not be the gated one
+        _hand_over(self.gated, self._average, masked=self.masked is not None)
         if batches is not None:
             recalibrate(self.gated, batches)  # with its gates: they are masks where no unit has left
         nn.Module.train(self.gated, False)  # `compact` warns of noise in the statistics, once
@@ -402,6 +399,14 @@ def _averaged(model: nn.Module, decay: float | None) -> AveragedModel | None:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
     average.update_parameters(model)
     return average
+
+
+def _hand_over(gated: Gated, average: AveragedModel | None, *, masked: bool) -> None:
+    """Gives the model the weights that come out."""
+    if average is not None:
+        gated.model.load_state_dict(average.module.state_dict())
+    if masked and not gated.on_activations:
+        fold_in(gated)  # momentum has moved what is closed: the model by itself would not be the gated one
 
 
 def _in_a_group() -> bool:
