@@ -377,6 +377,15 @@ def test_what_no_table_tells_is_measured_when_gates_settle(bound: float) -> None
     assert by_clock == pytest.approx(0.2, rel=0.02) if bound == 0.2 else 0.26 < by_clock < 0.3
 
 
+@pytest.mark.parametrize("other", [0.9, 1.0], ids=["a table that nobody measures", "a bound that asks nothing"])
+def test_two_bounds_of_time_of_which_one_cannot_be_aimed_at(other: float) -> None:
+    gated = chain(Fast, 8, 96, 96, 4)
+    whole, table = takes(gated.model, 8), l0.Latency.measure(gated, clock=clock).table
+    beside = l0.Latency(table, None if other < 1 else clock)
+    small = trained(gated, l0.Budget(gated, {l0.Latency(table, clock): 0.2, beside: other}, steps=40))
+    assert takes(small, 8) / whole == pytest.approx(0.2, rel=0.05)
+
+
 def wide_stairs(x: int, y: int) -> float:
     return 0.5 + 0.003 * (-(-x // 32) * 32) * (-(-y // 32) * 32)
 

@@ -296,7 +296,8 @@ class Constraint(nn.Module):
         goal = torch.tensor(list(self._goal.values()), dtype=torch.float64)
         clock = torch.tensor(self._ascents, dtype=torch.float64)
         now = lagrangian.targets(goal, self.warmup, clock)
-        self.target.copy_(now, non_blocking=True)  # a step must not wait for the device
+        for target, value in zip(self.target, now.tolist(), strict=True):
+            target.fill_(value)  # as numbers: a copy from the CPU would make every step wait for the device
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

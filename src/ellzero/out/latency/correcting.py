@@ -65,6 +65,8 @@ class _Aim:
 
     def move(self) -> None:
         """Aims between two networks that were timed, or beyond them in proportion, but never where it has been."""
+        if not self.seen:  # it cannot be measured here; another bound can
+            return
         shares, told = zip(*sorted(self.seen), strict=True)
         end = 0 if self.most < shares[0] else -1
         aim = float(np.interp(self.most, shares, told))
@@ -78,7 +80,9 @@ class _Aim:
         self.take((self.low + self.high) / 2)
 
     def take(self, aim: float) -> None:
-        """Goes on with a table that calls the bound what it calls the aim now."""
+        """Goes on with a table that calls the bound what it calls the aim now; the dense network is no aim."""
+        if aim >= 1:
+            return
         self.aim = aim
         self.cost.take(replace(self.cost.table, factor=self.factor * (1 - self.most) / (1 - aim)))
 
