@@ -86,6 +86,8 @@ def chosen_by() -> Iterator[Row]:
         ("settled after 1/5, blocks", {"settle_at": 12, "placement": "everything"}),
         ("settled after 1/10, blocks", {"settle_at": 6, "placement": "everything"}),
         ("settled after 1/10, half the dropout", {"settle_at": 6, "dropout": 0.05}),
+        ("settled after 1/10, twice the rate", {"settle_at": 6, "lr": 1e-3}),
+        ("settled after 1/10, half the decay", {"settle_at": 6, "l2": 0.015}),
     ):
         short = re.sub("[^0-9a-z]+", "-", name)
         yield Row(name, half.override(name=f"vit-50-split-{short}", **changed))
