@@ -382,7 +382,9 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
         for dims, stay in stays.items():
             if len(dims) > 1:
                 inside = stay[stays[(0,)]] if (0,) in stays else stay
-                if not inside.all():
+                if not np.count_nonzero(inside):  # the groups read nothing
+                    closed.add(tensor.rpartition(".")[0])
+                elif not inside.all():
                     columns[tensor] = np.stack([np.flatnonzero(line) for line in inside])
                 continue
             if (tensor, dims[0]) in entries and dims == graph.reading[tensor]:
