@@ -35,6 +35,8 @@ class Ties:
     added: list[Numbers] = field(default_factory=list)  # of parameters that are added: they write units, as weights do
     exposed: list[tuple[Numbers, str]] = field(default_factory=list)  # read, and not zero where nothing writes them
     norms: list[Norm] = field(default_factory=list)  # over atoms
+    shares: list[Numbers] = field(default_factory=list)  # of parameters that close experts
+    least: list[tuple[Numbers, int]] = field(default_factory=list)  # of experts so many are picked
     balances: list[Numbers] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)  # over atoms
     cuts: list[tuple[Numbers, Sequence[int]]] = field(default_factory=list)  # at these places
@@ -175,6 +177,7 @@ def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:
             np.arange(total), unit[root[np.concatenate([a.ravel() for a in ties.placed] or [np.zeros(0, int)])]]
         ),
         norms=tuple(norms.values()),
+        least=tuple((unit[root[atoms]], k) for atoms, k in ties.least),
         served=tuple(replace(s, heads=unit[root[s.heads]], queries=unit[root[s.queries]]) for s in served),
     )
 
@@ -228,8 +231,11 @@ class _Finder:
         self.ties, self.root, self.names = ties, root, names
         self.reads, self.writes, self.rides = (ties.mask(ties.roles[role]) for role in ("reads", "writes", "rides"))
         self.ignored, self.added = ties.mask(ties.ignored), ties.mask(ties.added)
+        self.shares = ties.mask(ties.shares)
         self.normed = ties.mask([root[norm.units] for norm in ties.norms])
-        exposed = ((atoms[self.normed[root[atoms]]], why) for atoms, why in (ties.exposed if ties.norms else ()))
+        self.routed = ties.mask([root[atoms] for atoms, _ in ties.least])
+        shut = self.normed | self.routed
+        exposed = ((atoms[shut[root[atoms]]], why) for atoms, why in (ties.exposed if shut.any() else ()))
         self.reasons = [*ties.freezes, *exposed, *self._torn(), *((heads, SERVING) for heads in serving)]
         self.frozen = np.full(ties.count, -1)  # for each root, which of `reasons` was the first
         for number, (atoms, _) in enumerate(self.reasons):
@@ -274,7 +280,8 @@ class _Finder:
         sites: list[Site] = []
         frozen = self.frozen[roots]
         why = self.reasons[frozen[frozen >= 0][0]][1] if (frozen >= 0).any() else None
-        normed, closing = bool(self.normed[roots].any()), []
+        normed, routed = bool(self.normed[roots].any()), bool(self.routed[roots].any())
+        closing = []
         for number in dict.fromkeys(signature):
             if number >= len(self.keys):
                 (tensor, dims, role), atoms = self.tables[number - len(self.keys)]
@@ -289,9 +296,10 @@ class _Finder:
                 why = why or (None if normed else f"`{tensor}` both reads and writes it")
             units = np.where(self.ignored[atoms], -1, local[self.root[atoms]])
             sites.append(Site(tensor, (dim,), units, "reads" if reads else "writes" if writes else "rides"))
-            if normed and (writes or self.added[here].any()):
+            if (normed and (writes or self.added[here].any())) or (routed and self.shares[here].any()):
                 closing.append(sites[-1])
-        if why is None and (not any(s.role == "reads" for s in sites) or (normed and not closing)):
+        read = any(s.role == "reads" for s in sites)
+        if why is None and (not (read or routed) or ((normed or routed) and not closing)):
             why = "no weight reads it, so no gate could close it"
         shared = next((s for s in closing if s.tensor in self.two_faced), None)  # an embedding that is the head too
         first = shared or next((s for s in sites if s.role == "writes"), sites[0])
@@ -301,7 +309,7 @@ class _Finder:
         stream, heads = bool(self.streams[roots].any()), bool(self.attending[roots].all())
         if heads and why and why.startswith("it meets the output of"):
             why += OF_EACH_HEAD
-        return Axis(name, len(roots), tuple(sites), why, stream, closing=tuple(closing), heads=heads)
+        return Axis(name, len(roots), tuple(sites), why, stream, closing=tuple(closing), heads=heads, experts=routed)
 
 
 def _numbered_apart(axes: list[Axis]) -> list[Axis]:

@@ -75,7 +75,7 @@ class Call:
         """Reads the units `atoms` of `x`: a parameter must be closed with what writes them."""
         if x.zero == "own":
             self.ties.added.append(atoms)
-        elif x.zero == "no":
+        elif x.zero != "yes":
             self.ties.expose(atoms, f"{self.where} reads something that is not zero where a unit is closed for a norm")
 
     def writer(self, weight: Value, atoms: Numbers, role: Role = "writes") -> None:
