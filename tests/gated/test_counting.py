@@ -15,6 +15,7 @@ import ellzero as l0
 from ellzero.gated.counting import count_params
 from ellzero.graph.plan import make_plan
 from support import traced
+from support.oracles import counted_macs, settled
 from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
 
 
@@ -171,3 +172,28 @@ def test_counting_takes_no_memory_for_what_many_groups_do_not_read() -> None:
     assert peak < 8 * 2 * groups * 2 * width  # of one such matrix
     kept = census.kept(make_plan(gated.graph, np.ones(gated.graph.offsets[-1], dtype=bool)))
     assert kept.sum() == sum(p.numel() for p in model.parameters())
+
+
+class Positions(nn.Module):
+    """Products of positions alone, once for a batch or once for each example; of activations; and of two weights."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.each, self.place, self.a, self.b = each, nn.Linear(4, 6), nn.Linear(3, 6), nn.Linear(6, 2)
+        self.left, self.right = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.linspace(0, 1, 5 * 4, dtype=x.dtype).reshape(1, 5, 4)
+        table = self.place(places.repeat(len(x), 1, 1) if self.each else places)
+        y = torch.tanh(self.a(x) + table)
+        return self.b(y + (y @ table.transpose(1, 2)).softmax(-1) @ table + y @ (self.left @ self.right))
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_what_is_done_once_for_a_batch_counts_once_for_an_example(each: bool) -> None:
+    """torch counts the multiplications of one example."""
+    model = settled(Positions(each))
+    by_torch = counted_macs(model, (torch.zeros(1, 5, 3, dtype=torch.float64),))
+    for batch in (1, 2, 3):
+        gated = l0.attach(model, torch.randn(batch, 5, 3, dtype=torch.float64))
+        assert l0.dense(l0.macs, gated) == by_torch

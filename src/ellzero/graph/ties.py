@@ -45,6 +45,7 @@ class Ties:
     ignored: list[Numbers] = field(default_factory=list)
     in_own_module: dict[str, bool] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)  # along atoms
+    doubled: list[Product] = field(default_factory=list)  # of the batch twice, in training
     steps: list[Step] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     spares: list[Numbers] = field(default_factory=list)

@@ -12,6 +12,7 @@ import operator
 import sys
 import time
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ellzero.graph.axes import Graph, Numbers, Step
+from ellzero.graph.axes import Graph, Numbers, Product, Step
 from ellzero.graph.recording import Members, copied, inline, mapped, recorded, walked
 from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
@@ -142,6 +143,7 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     asked = walk(model, ties, inputs, deadline, watch=watch or _watched)
     turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
+    ties.products = _of_one_example(ties.products, ties.doubled, batch_size(inputs))
     ties.steps = [replace(s, numbers=tuple(was.get(n, n) for n in s.numbers)) for s in ties.steps]
     names = {name: name.rpartition(".")[0] for name in ties.shapes}
     graph = _complete(unify(ties, names), model, inputs)
@@ -150,6 +152,20 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
     return replace(graph, turns=turns)
+
+
+def _of_one_example(products: list[Product], doubled: list[Product], batch: int) -> list[Product]:
+    """The MACs of one example, from those of a batch by its size. What comes of no input, and costs as much for a batch
+    twice as large, as something made of positions alone, is done once for all: it was divided by mistake.
+    """
+    places, twice = Counter((p.name, p.tensor) for p in products), defaultdict(list)
+    for p in doubled:
+        twice[p.name, p.tensor].append(p.factor)
+    of_two = {place: iter(factors) for place, factors in twice.items() if len(factors) == places[place]}
+    return [
+        replace(p, factor=p.factor * batch) if 2 * next(of_two.get((p.name, p.tensor), iter([0])), 0) == p.factor else p
+        for p in products
+    ]
 
 
 def _complete(graph: Graph, model: nn.Module, inputs: Inputs, turns: tuple[str, ...] = ()) -> Graph:
@@ -259,6 +275,8 @@ class _Walk:
         self.seen, self.norms = _seen(graph), written_out(graph, {k: self.names[name] for k, name in members.items()})
         self.ties.contracting = self.ties.bending = 0
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
+        own = sum(1 << self.index[node] for node in nodes if node.name in members)
+        self.given = self.ties.leaves & ~own
         for number, node in enumerate(nodes):
             if time.monotonic() > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
@@ -306,6 +324,7 @@ class _Walk:
             return values[node.args[0]][node.args[1]]
         args = _bound(node, values)
         call = self._call(node, training, inputs)
+        call.fed = any(value.lineage & self.given for value in tensors(args))
         if call.op.startswith(("_assert", "sym_")) or not call.shapes:
             return _OF_DATA
         rule, leaves = RULES.get(call.op), tree_leaves(args)
