@@ -7,7 +7,7 @@ only be removed as a whole. This file does not know what an operation, a layer o
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -132,6 +132,20 @@ def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
 
 OF_EACH_HEAD = ": what each head has of its own, as a slope of ALiBi, could follow in a buffer of the attention"
 SERVING = "each unit goes when all queries have gone that it serves"
+
+
+def of_one_example(products: list[Product], doubled: list[Product], batch: int) -> list[Product]:
+    """The MACs of one example, from those of a batch by its size. What comes of no input, and costs as much for a batch
+    twice as large, as something made of positions alone, is done once for all: it was divided by mistake.
+    """
+    places, twice = Counter((p.name, p.tensor) for p in products), defaultdict(list)
+    for p in doubled:
+        twice[p.name, p.tensor].append(p.factor)
+    of_two = {place: iter(factors) for place, factors in twice.items() if len(factors) == places[place]}
+    return [
+        replace(p, factor=p.factor * batch) if 2 * next(of_two.get((p.name, p.tensor), iter([0])), 0) == p.factor else p
+        for p in products
+    ]
 
 
 def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:

@@ -12,7 +12,6 @@ import operator
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ellzero.graph.axes import Graph, Numbers, Product, Step
+from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.recording import Members, copied, inline, mapped, recorded, walked
 from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
-from ellzero.graph.ties import Ties, unify
+from ellzero.graph.ties import Ties, of_one_example, unify
 from ellzero.graph.values import Dims, Value, freeze
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -143,7 +142,7 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     asked = walk(model, ties, inputs, deadline, watch=watch or _watched)
     turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
-    ties.products = _of_one_example(ties.products, ties.doubled, batch_size(inputs))
+    ties.products = of_one_example(ties.products, ties.doubled, batch_size(inputs))
     ties.steps = [replace(s, numbers=tuple(was.get(n, n) for n in s.numbers)) for s in ties.steps]
     names = {name: name.rpartition(".")[0] for name in ties.shapes}
     graph = _complete(unify(ties, names), model, inputs)
@@ -152,20 +151,6 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
     return replace(graph, turns=turns)
-
-
-def _of_one_example(products: list[Product], doubled: list[Product], batch: int) -> list[Product]:
-    """The MACs of one example, from those of a batch by its size. What comes of no input, and costs as much for a batch
-    twice as large, as something made of positions alone, is done once for all: it was divided by mistake.
-    """
-    places, twice = Counter((p.name, p.tensor) for p in products), defaultdict(list)
-    for p in doubled:
-        twice[p.name, p.tensor].append(p.factor)
-    of_two = {place: iter(factors) for place, factors in twice.items() if len(factors) == places[place]}
-    return [
-        replace(p, factor=p.factor * batch) if 2 * next(of_two.get((p.name, p.tensor), iter([0])), 0) == p.factor else p
-        for p in products
-    ]
 
 
 def _complete(graph: Graph, model: nn.Module, inputs: Inputs, turns: tuple[str, ...] = ()) -> Graph:
