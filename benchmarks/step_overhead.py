@@ -6,6 +6,8 @@
 Dense and gated steps run in interleaved blocks in one process, one thread, and each ratio is the median over pairs of
 neighbouring blocks, with the quartiles beside it. "Gated" is everything a user of a constraint does: draw the gates,
 run, add the constraint, backward, Adam, `ascend()`. "Compiled" compiles the loss on both sides; Adam stays as it is.
+"By hand" is the least that such a step can take: written for the MLP alone, with all gates in one tensor and as few
+operations as there can be, without modules, checks or names. A goal below it cannot be met on the machine at hand.
 `--families` measures other gate families instead, each in the step that a recipe of its own has: its penalty, noise as
 its authors draw it, what it does after a step; against the dense step by the same optimizer.
 Peak memory is that of live tensors during a step (weights, gradients, moments, activations), counted at every
@@ -16,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,38 @@ def gated_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, compiled: boo
     return step
 
 
+def step_by_hand(model: MLP, x: torch.Tensor, y: torch.Tensor, compiled: bool, inputs: bool) -> Step:
+    """What `gated_step` does, for the MLP alone; `inputs` says whether its inputs have gates (`per_layer`)."""
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    behind = layers[0 if inputs else 1 :]
+    sizes = [layer.in_features for layer in behind]
+    log_alpha = nn.Parameter(torch.full((sum(sizes),), math.log(0.95 / 0.05)))
+    share = torch.cat([torch.full((layer.in_features,), float(layer.out_features)) for layer in behind])
+    share, multiplier, beta, gamma, zeta = share / share.sum(), torch.zeros(()), 2 / 3, -0.1, 1.1
+    optimizer = torch.optim.Adam([{"params": list(model.parameters())}, {"params": [log_alpha]}], lr=1e-3)
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.logit(torch.rand(sum(sizes)), 1e-6)
+        stretched = torch.rsub(torch.sigmoid((noise + log_alpha) / beta), gamma, alpha=gamma - zeta)
+        z = F.hardtanh(stretched, 0.0, 1.0).split_with_sizes(sizes)
+        h = F.linear(x.flatten(1), layers[0].weight * z[0] if inputs else layers[0].weight, layers[0].bias)
+        h = F.linear(F.relu(h), layers[1].weight * z[-2], layers[1].bias)
+        h = F.linear(F.relu(h), layers[2].weight * z[-1], layers[2].bias)
+        gap = torch.sigmoid(log_alpha - beta * math.log(-gamma / zeta)) @ share - 0.3
+        return F.cross_entropy(h, y) + multiplier * gap, gap.detach()
+
+    run = torch.compile(forward) if compiled else forward
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss, gap = run()
+        loss.backward()
+        optimizer.step()
+        multiplier.add_(gap, alpha=1e-4).masked_fill_(gap <= 0, 0.0)
+
+    return step
+
+
 # Families and their recipes: network and data are ours here, the gates, noise and optimizer theirs.
 FAMILIES = {
     "hard concrete": "louizos-mlp",
@@ -132,7 +167,7 @@ def families(blocks: int, steps: int) -> list[dict[str, Any]]:
     for network, title, share in (("lenet300", "MLP", 1), ("lenet5", "LeNet-5", 4)):
         for name in FAMILIES:
             pair = family_step(network, name, dense=True), family_step(network, name, dense=False)
-            middle, low, high, ms = ratio(*pair, blocks, max(1, steps // share))
+            ms, (middle, low, high) = ratios(pair, blocks, max(1, steps // share))
             print(f"{title:9} {name:20} {ms:9.3f} {middle:12.3f} {low:6.3f} – {high:5.3f}", flush=True)
             row = {"network": title, "family": name, "dense_ms": ms, "ratio": middle, "quartiles": [low, high]}
             rows.append(row)
@@ -143,16 +178,23 @@ def maybe_compiled(compiled: bool, loss: Callable[[], torch.Tensor]) -> Callable
     return torch.compile(loss) if compiled else loss
 
 
-def ratio(dense: Step, gated: Step, blocks: int, steps: int) -> tuple[float, float, float, float]:
-    """Median and quartiles of gated/dense over interleaved blocks, and the dense step in milliseconds."""
+def ratios(steps: Sequence[Step], blocks: int, calls: int) -> Any:
+    """The first step, the dense one, in milliseconds, and median and quartiles of each other/dense over interleaved
+    blocks.
+    """
     gc.collect()
     gc.disable()
-    times = interleaved(
-        [dense, gated], torch.device("cpu"), rounds=blocks, warm_up=2, calls=steps, clock=time.process_time
-    )
+    times = interleaved(steps, torch.device("cpu"), rounds=blocks, warm_up=2, calls=calls, clock=time.process_time)
     gc.enable()
-    low, middle, high = statistics.quantiles([g / d for d, g in zip(*times, strict=True)], n=4)
-    return middle, low, high, 1e3 * statistics.median(times[0])
+    found = []
+    for other in times[1:]:
+        low, middle, high = statistics.quantiles([g / d for d, g in zip(times[0], other, strict=True)], n=4)
+        found.append((middle, low, high))
+    return 1e3 * statistics.median(times[0]), *found
+
+
+def _named(middle: float, low: float, high: float) -> dict[str, Any]:
+    return {"by_hand": middle, "by_hand_quartiles": [low, high]}
 
 
 def peak_bytes(make: Callable[[], Step]) -> int:
@@ -206,15 +248,19 @@ def main() -> None:
     ]
     print(f"torch {torch.__version__}, one thread of {platform.machine()}, batch 100, Adam, l0_norm constraint")
     print(
-        f"{'network':9} {'placement':11} {'mode':9} {'dense ms':>9} {'gated/dense':>12} {'quartiles':>14} {'goal':>6}"
+        f"{'network':9} {'placement':11} {'mode':9} {'dense ms':>9} {'gated/dense':>12} {'quartiles':>14} {'goal':>6} "
+        f"{'by hand':>8}"
     )
     for name, make, where, compiled, goal in cases:
         steps = options.steps if name == "MLP" else max(1, options.steps // 4)
-        pair = dense_step(make(), x, y, compiled), gated_step(make(), x, y, compiled, where())
-        middle, low, high, ms = ratio(*pair, options.blocks, steps)
+        three = [dense_step(make(), x, y, compiled), gated_step(make(), x, y, compiled, where())]
+        if make is MLP:
+            three.append(step_by_hand(MLP(), x, y, compiled, inputs=where is l0.per_layer))
+        ms, (middle, low, high), *least = ratios(three, options.blocks, steps)
         mode = "compiled" if compiled else "eager"
         print(
-            f"{name:9} {where.__name__:11} {mode:9} {ms:9.3f} {middle:12.3f} {low:6.3f} – {high:5.3f} {goal:6.2f}",
+            f"{name:9} {where.__name__:11} {mode:9} {ms:9.3f} {middle:12.3f} {low:6.3f} – {high:5.3f} {goal:6.2f} "
+            + "".join(f"{by_hand:8.3f}" for by_hand, *_ in least),
             flush=True,
         )
         rows.append(
@@ -225,6 +271,7 @@ def main() -> None:
                 "dense_ms": ms,
                 "ratio": middle,
                 "quartiles": [low, high],
+                **{key: value for by_hand in least for key, value in _named(*by_hand).items()},
             }
         )
     print(

@@ -106,6 +106,30 @@ def test_a_gated_step_is_one_of_training_under_a_constraint(benchmark: Any) -> N
         assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("where", [l0.shrinkable, l0.per_layer])
+def test_a_gated_step_and_the_one_by_hand_do_the_same(
+    benchmark: Any, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From equal weights, gates and noise, five steps of both lead to equal weights."""
+    monkeypatch.setattr("ellzero.gates.hard_concrete.INIT_STD", 0.0)
+    networks = benchmark("step_overhead")
+    torch.manual_seed(0)
+    x, y = torch.randn(4, 1, 28, 28), torch.randint(10, (4,))
+    ours, theirs = networks.MLP(), networks.MLP()
+    theirs.load_state_dict(ours.state_dict())
+    inputs = where is l0.per_layer
+    for model, make in (
+        (ours, partial(networks.gated_step, where=where())),
+        (theirs, partial(networks.step_by_hand, inputs=inputs)),
+    ):
+        step = make(model, x, y, False)
+        torch.manual_seed(1)
+        for _ in range(5):
+            step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("family", ["group lasso", "BC-GHS"])
 def test_a_step_of_a_family_is_that_of_its_recipe(benchmark: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     networks = benchmark("step_overhead")

@@ -3,9 +3,10 @@
     python tools/architectures.py [--only Llama T5] [--json results/benchmarks/architectures.json]
 
 Each gets a process of its own, which may take `--limit` seconds. LayerNorms lose their means where they can
-(`l0.centred`), gates go on heads, feed-forward layers and streams, random units of each are closed, and the compact
-network is compared with the gated one in float64: on other batches and lengths than the example's, and by the tokens
-that both generate with their caches. "exact" is 1e-9 of the largest output, and the same tokens.
+(`l0.centred`), routers get shares (`l0.routed`), gates go on heads, feed-forward layers, experts and streams, random
+units of each are closed, and the compact network is compared with the gated one in float64: on other batches and
+lengths than the example's, and by the tokens that both generate with their caches. "exact" is 1e-9 of the largest
+output, and the same tokens.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,8 @@ def judged(name: str) -> Row:
         model, row["centred"] = l0.centred(model, example), True
     except ValueError:
         row["centred"] = False
+    with suppress(ValueError):
+        model = l0.routed(model, example)
     try:
         gated = l0.attach(model, example, where=l0.shrinkable(streams=True)).eval()
     except ValueError as error:

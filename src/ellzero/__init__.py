@@ -31,6 +31,7 @@ from ellzero.gates import distributions
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.trials.centring import centred
+from ellzero.graph.trials.routing import routed
 from ellzero.objectives import duals
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.costs import Cost, complexity, dense, l0_norm, l2_norm, macs, params, units
@@ -75,6 +76,7 @@ __all__ = [
     "per_layer",
     "recalibrate",
     "report",
+    "routed",
     "save",
     "shrinkable",
     "units",

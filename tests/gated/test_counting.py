@@ -1,6 +1,7 @@
 """Counting entries, against slicing every parameter by hand and summing over all states."""
 
 import itertools
+import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.gated.counting import count_params
+from ellzero.graph.plan import make_plan
 from support import traced
+from support.oracles import counted_macs, settled
 from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, lenet, mlp
 
 
@@ -152,3 +155,45 @@ def test_parameters_that_the_example_does_not_reach_are_counted_as_they_are() ->
 
     gated = l0.attach(Spare(), torch.zeros(2, 2))
     assert l0.objectives.costs.floor(l0.params, gated) == (56 + 2, ["spare", "b"])
+
+
+def test_counting_takes_no_memory_for_what_many_groups_do_not_read() -> None:
+    """A matrix of all groups by all units had 700 MB for a RegNet-Z, and took most of the time of its `attach`."""
+    groups, width = 96, 768
+    layers = [nn.Conv1d(4, width, 1), nn.Conv1d(width, width, 1, groups=groups), nn.Conv1d(width, 2, 1)]
+    model = nn.Sequential(*layers)
+    gated = l0.attach(model, torch.zeros(2, 4, 2))
+    tracemalloc.start()
+    try:
+        census = count_params(gated.graph, gated.liveness)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * 2 * groups * 2 * width  # of one such matrix
+    kept = census.kept(make_plan(gated.graph, np.ones(gated.graph.offsets[-1], dtype=bool)))
+    assert kept.sum() == sum(p.numel() for p in model.parameters())
+
+
+class Positions(nn.Module):
+    """Products of positions alone, once for a batch or once for each example; of activations; and of two weights."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.each, self.place, self.a, self.b = each, nn.Linear(4, 6), nn.Linear(3, 6), nn.Linear(6, 2)
+        self.left, self.right = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.linspace(0, 1, 5 * 4, dtype=x.dtype).reshape(1, 5, 4)
+        table = self.place(places.repeat(len(x), 1, 1) if self.each else places)
+        y = torch.tanh(self.a(x) + table)
+        return self.b(y + (y @ table.transpose(1, 2)).softmax(-1) @ table + y @ (self.left @ self.right))
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_what_is_done_once_for_a_batch_counts_once_for_an_example(each: bool) -> None:
+    """torch counts the multiplications of one example."""
+    model = settled(Positions(each))
+    by_torch = counted_macs(model, (torch.zeros(1, 5, 3, dtype=torch.float64),))
+    for batch in (1, 2, 3):
+        gated = l0.attach(model, torch.randn(batch, 5, 3, dtype=torch.float64))
+        assert l0.dense(l0.macs, gated) == by_torch

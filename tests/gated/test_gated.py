@@ -914,11 +914,14 @@ def test_nothing_to_gate_is_refused_with_the_reasons() -> None:
         l0.attach(Softmaxed(), torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"`model` has nothing to gate: .*the model's output; .*the model's input"):
         l0.attach(nn.Linear(3, 2), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="`model` has nothing to gate"):
+    with pytest.raises(ValueError, match=r"`model` has nothing to gate: no weight reads what another one writes$"):
         l0.attach(nn.ReLU(), torch.zeros(2, 3))
 
 
-def test_only_a_stream_to_gate_says_how() -> None:
+@pytest.mark.slow
+def test_nothing_to_gate_names_the_options_that_have_gates() -> None:
+    """Each option that it names has some, and no other has."""
+
     class Stream(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -928,8 +931,27 @@ def test_only_a_stream_to_gate_says_how() -> None:
             x = self.stem(x)
             return self.head(x + self.block(x))
 
-    with pytest.raises(ValueError, match=r"`stem`: a residual stream \(`where=l0.shrinkable\(streams=True\)`"):
-        l0.attach(Stream(), torch.zeros(2, 3))
+    names = ("streams", "parts", "blocks")
+    nets: list[nn.Module] = [Stream(), Softmaxed(), nn.Linear(3, 2), nn.ReLU()]
+    for model in nets:
+        words = told(model)
+        for name in names:
+            try:
+                l0.attach(model, torch.zeros(2, 3), where=l0.shrinkable(**{name: True}))
+                helps = True
+            except ValueError:
+                helps = False
+            assert (f"`where=l0.shrinkable({name}=True)`" in words) == helps
+    assert "streams=True" in told(nets[0])
+    assert "streams=True" not in told(nets[2])
+    with pytest.raises(ValueError, match=r"`0`: `where` leaves it out; .*; `where=l0.shrinkable\(\)` has gates here"):
+        l0.attach(mlp(3, 4, 2), torch.zeros(2, 3), where=l0.per_layer(only="none"))
+
+
+def told(model: nn.Module) -> str:
+    with pytest.raises(ValueError, match="nothing to gate") as error:
+        l0.attach(model, torch.zeros(2, 3))
+    return str(error.value)
 
 
 @pytest.mark.parametrize("model", [None, "model", lambda x: x, nn.Linear])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph.plan import even_out
-from support.oracles import assert_counted, numel, set_gates, settled
+from support.oracles import assert_counted, assert_same, masked_by_hand, numel, same, set_gates, settled
 
 GATES: dict[str, l0.Gated] = {}
 
@@ -188,3 +188,29 @@ def test_finalize_is_within_its_target_and_leaves_no_room(name: str, cost: Any, 
             again[unit] = True
             assert cost_of(gated, again, cost) > most
         assert_counted(gated, l0.compact(gated, verify=False), (torch.randn(2, 4, 4, dtype=torch.float64),))
+
+
+class Excited(nn.Module):
+    """A block of RegNet-Z: groups between two layers, with a squeeze-and-excitation branch that reads all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.grouped, self.up = nn.Conv1d(4, 6, 1), nn.Conv1d(6, 6, 1, groups=2), nn.Conv1d(6, 4, 1)
+        self.squeeze, self.excite = nn.Conv1d(6, 2, 1), nn.Conv1d(2, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.grouped(self.down(x).relu()).relu()
+        return x + self.up(y * self.excite(self.squeeze(y.mean(2, keepdim=True)).relu()).sigmoid())
+
+
+def test_groups_that_read_nothing_any_more_give_their_bias() -> None:
+    """One channel of each group had to stay, and whoever read the groups beside was a trial for `attach`."""
+    model, x = settled(Excited()), torch.randn(2, 4, 4, dtype=torch.float64)
+    gated = l0.attach(model, x)
+    assert all(a.can_vanish for a in gated.axes if a.frozen is None)
+    z = set_gates(gated, {"down": range(6)})
+    small = l0.compact(gated)
+    assert type(small.grouped).__name__ == "Closed"
+    readers = {"down": {"grouped": same}, "grouped": {"squeeze": same, "up": same}, "squeeze": {"excite": same}}
+    assert_same(small(x), masked_by_hand(model, z, readers)(x))
+    assert_counted(gated, small, (x,))

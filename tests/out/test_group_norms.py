@@ -60,6 +60,19 @@ class Written(nn.Module):
         return self.last(torch.where(x.abs() < 1e9, x, y) if self.how == "hidden" else y.relu()) / self.size
 
 
+class Activated(nn.GroupNorm):
+    """A group norm with a forward of its own, as timm has one: told the number that it keeps, or a literal."""
+
+    def __init__(self, *sizes: int, told: int | None = None, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.told is None and self.affine:
+            return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps).relu()
+        return (super().forward(x) if self.told is None else F.group_norm(x, 4, self.weight, self.bias)).relu()
+
+
 class Joined(nn.Module):
     """The skip of a U-Net: a normed map is laid beside another one, and both are normed again."""
 
@@ -96,6 +109,12 @@ CASES: dict[str, Case] = {
     ),
     "without weights": (
         lambda: stack(nn.GroupNorm(4, 12, affine=False), nn.ReLU()), {"0": [1]}, {"0": {"3": each(3)}}, {"1": (3, 9)},
+    ),
+    "a forward of its own": (
+        lambda: stack(Activated(4, 12)), {"0": [0, 2]}, {"0": {"2": each(3)}}, {"1": (2, 6)},
+    ),
+    "a forward of its own without weights": (
+        lambda: stack(Activated(4, 12, affine=False)), {"0": [3]}, {"0": {"2": each(3)}}, {"1": (3, 9)},
     ),
     "each channel alone": (
         lambda: stack(nn.GroupNorm(12, 12), nn.ReLU()), {"0": [0, 7]}, {"0": {"3": same}}, {"1": (10, 10)},
@@ -168,6 +187,7 @@ def test_a_number_of_groups_that_a_module_keeps_follows(weights: bool) -> None:
     [
         (lambda: stack(nn.GroupNorm(1, 12)), "`0`: `group_norm` in `1` mixes its units, which are one group"),
         (lambda: Written("literal"), "`group_norm` is told its number of groups: use an `nn.GroupNorm`.*in `self`"),
+        (lambda: stack(Activated(4, 12, told=4)), "`0`: `group_norm` in `1` is told its number of groups: use an"),
         (lambda: Written("hidden"), "`first`: `group_norm` is told its number of groups: use an `nn.GroupNorm`"),
         (lambda: Written("share"), "`first`: `group_norm` is told its number of groups: use an `nn.GroupNorm`"),
         (lambda: stack(nn.GroupNorm(4, 12), nn.GroupNorm(3, 12)), "`0`: the groups of its norms make one unit of it"),

@@ -87,8 +87,8 @@ def attach(
     graph = _graph(model, inputs, axes, limit) if graph is None else _fitting(graph, model, axes)
     graph = graph if graph.look else replace(graph, look=partial(_blocks, model, graph, inputs))
     placements = list(_called(where)(graph))
-    graph = graph.with_blocks(graph.blocks) if "blocks" in vars(graph) else replace(graph, look=None)  # was it asked?
     _refuse_empty(placements, graph)
+    graph = graph.with_blocks(graph.blocks) if "blocks" in vars(graph) else replace(graph, look=None)  # was it asked?
     if graph.turns:
         what = "the model takes another way than with the example, which is the only one that was looked at"
         warnings.warn(f"with {' and with '.join(graph.turns)} {what}", stacklevel=2)
@@ -99,10 +99,10 @@ def attach(
 
 
 def _refuse_empty(placements: Sequence[Placement], graph: Graph) -> None:
-    """Says why, each reason once, with the axis that has most weights first."""
+    """Says why, each reason once, with the axis that has most weights first; and what else there would be to gate."""
     if placements:
         return
-    stream, left_out = "a residual stream (`where=l0.shrinkable(streams=True)` gates it)", "`where` leaves it out"
+    stream, left_out = "a residual stream", "`where` leaves it out"
     sizes = np.add.reduceat(graph.weight, graph.offsets[:-1]) if graph.axes else np.zeros(0)
     reasons: dict[str, str] = {}
     for _, axis in sorted(zip(sizes, graph.axes, strict=True), key=lambda pair: -pair[0]):
@@ -111,7 +111,18 @@ def _refuse_empty(placements: Sequence[Placement], graph: Graph) -> None:
     more = f"; and {len(reasons) - _REASONS} other reasons" if len(reasons) > _REASONS else ""
     raise ValueError(
         f"`model` has nothing to gate: {'; '.join(first) or 'no weight reads what another one writes'}{more}"
+        + _would_gate(graph)
     )
+
+
+def _would_gate(graph: Graph) -> str:
+    """What `shrinkable` would have gates with, in words."""
+    if shrinkable()(graph):
+        return "; `where=l0.shrinkable()` has gates here"
+    options = (shrinkable(streams=True), shrinkable(parts=True), shrinkable(blocks=True))
+    named = [name for name, where in zip(("streams", "parts", "blocks"), options, strict=True) if where(graph)]
+    helps = " or ".join(f"`where=l0.shrinkable({name}=True)`" for name in named)
+    return f"; {helps} has gates here" if named else ""
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:

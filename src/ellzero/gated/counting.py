@@ -146,15 +146,18 @@ class _Joint:
     """
 
     def __init__(self, counts: Vector, segment: Numbers, pairs: Numbers) -> None:
-        self.counts, self.pairs = counts, pairs
+        self.counts, self.segment, self.pairs = counts, segment, pairs
         width = counts.shape[1] or 1
         numbers, self.sort = np.unique(segment[pairs[0]] * width + segment[pairs[1]], return_inverse=True)
         self.m, self.u = np.divmod(numbers, width)
+        self.touched = [frozenset(np.flatnonzero(row[self.m] + row[self.u]).tolist()) for row in counts]
         self.rows: dict[tuple[int, ...], int] = {}
         self.met: dict[tuple[int, ...], Vector] = {}
 
     def meets(self, rows: tuple[int, ...]) -> bool:
         """Whether something counts in all these rows; in a single one it does."""
+        if len(rows) > 1 and not frozenset.intersection(*(self.touched[row] for row in rows)):
+            return False
         if len(rows) > 1 and rows not in self.met:
             m, u = (np.stack([self.counts[row][of] for row in rows]) for of in (self.m, self.u))
             # One row counts u, all others m.
@@ -196,7 +199,7 @@ class _Builder:
             self.inputs[place] = self.size
             self.size += len(gates)
         self.rows: dict[bytes, int] = {}
-        self.vectors: list[Numbers] = []
+        self.vectors: list[tuple[Numbers, Numbers]] = []
         self.row(np.array([-1]))  # row 0, the constant 1
         self.terms: list[_Term] = []
         self.gated = [(b, graph.blocks[b]) for b in np.flatnonzero(live.blocks < live.size).tolist()]
@@ -214,12 +217,12 @@ class _Builder:
 
     def row(self, members: Numbers) -> int:
         """The number of the row that counts these members of the population (-1: always there)."""
-        vector = np.bincount(members[members >= 0], minlength=self.size + 1)
-        vector[self.size] = (members < 0).sum()
-        if vector.tobytes() not in self.rows:
-            self.rows[vector.tobytes()] = len(self.rows)
-            self.vectors.append(vector)
-        return self.rows[vector.tobytes()]
+        there, times = np.unique(members, return_counts=True)
+        key = there.tobytes() + times.tobytes()
+        if key not in self.rows:
+            self.rows[key] = len(self.rows)
+            self.vectors.append((there, times))
+        return self.rows[key]
 
     def tensor(self, tensor: str, name: str, factor: float, along: Sequence[Numbers] = ()) -> None:
         """The terms that count the entries of one parameter, each costing `factor` for every unit of all `along`."""
@@ -252,9 +255,7 @@ class _Builder:
         return np.stack([np.concatenate(whole), np.concatenate(part)])
 
     def build(self) -> Census:
-        matrix = np.stack(self.vectors)
-        columns, segment = _distinct(matrix[:, : self.size])
-        joint = _Joint(columns.astype(np.float64), segment, self.pairs())
+        joint = _Joint(*_distinct(self.vectors, self.size), self.pairs())
         terms = [
             _Term(t.name, t.scale, tuple(map(joint.row, sets)), t.inside)
             for t in self.terms
@@ -268,9 +269,9 @@ class _Builder:
             tuple(t.name for t in terms),
             np.array([t.scale for t in terms], dtype=np.float64),
             rows,
-            matrix[:, self.size].astype(np.float64),
+            np.array([float(times[there < 0].sum()) for there, times in self.vectors]),
             joint.counts,
-            segment,
+            joint.segment,
             *joint.tables(),
             self.units,
             tuple((t, d, self.graph.shapes[t][d]) for t, d in self.inputs),
@@ -303,13 +304,23 @@ def _cumulant(order: int) -> Vector:
     return np.asarray(out.coef[1:], dtype=np.float64)
 
 
-def _distinct(matrix: Numbers) -> tuple[Numbers, Numbers]:
-    """The columns that differ, in order, and which of them each column is. Most are alike: a sort of few is quick."""
-    first: dict[bytes, int] = {}
-    of = [first.setdefault(column.tobytes(), len(first)) for column in np.ascontiguousarray(matrix.T)]
-    places = np.unique(np.array(of, dtype=np.int64), return_index=True)[1]
-    columns, segment = np.unique(matrix[:, places], axis=1, return_inverse=True)
-    return columns, segment.reshape(-1)[np.array(of, dtype=np.int64)]
+def _distinct(rows: Sequence[tuple[Numbers, Numbers]], size: int) -> tuple[Vector, Numbers]:
+    """How often a member of each segment counts in each row, and the segment of each member, in the order of columns.
+
+    Rows are many where groups are, and count few members each: no matrix of all of both is made.
+    """
+    counted: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    for row, (there, times) in enumerate(rows):
+        for member, n in zip(there.tolist(), times.tolist(), strict=True):
+            if member >= 0:
+                counted[member].append((-row, n))  # the first row that differs is the one that counts
+    columns = list(map(tuple, counted))
+    distinct = {column: k for k, column in enumerate(sorted(set(columns)))}
+    counts = np.zeros((len(rows), len(distinct)))
+    for column, k in distinct.items():
+        for row, n in column:
+            counts[-row, k] = n
+    return counts, np.array([distinct[column] for column in columns], dtype=np.int64)
 
 
 def count_params(graph: Graph, live: Liveness) -> Census:

@@ -215,22 +215,21 @@ class Gated(Asking):
             sharding.refuse_late(self.model, self.gates)
             with masking.masked(self.model, self._masks, z, self.tables):
                 return self.model(*args, **kwargs)
-        with in_place(self.model, self._targets, lambda _, w, target: multiplied(w, target, z, self.tables, added)):
-            return self.model(*args, **kwargs)
+        model, tables = self.model, self.tables
+        with in_place(model, self._targets, lambda _, w, target: multiplied(w, target, z, tables, added)):
+            return model(*args, **kwargs)
 
     def _for_each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward with noise of its own for each example."""
         if torch.compiler.is_compiling():
             raise RuntimeError("noise for each example (`per_example`) cannot be compiled: compile without it, or not")
-        self.drawn = self.noisy = True
+        self.note_draw(noisy=True)
         draws = local.drawn(self._gates(), local.examples_in(args, kwargs))
         with in_place(self.model, self._targets, partial(local.noisy, draws=draws, tables=self.tables)):
             return self.model(*args, **kwargs)
 
     def _drawn(self, gate_noise: Tensor | None) -> tuple[list[Tensor], list[Tensor | None] | None]:
-        self.drawn = True
-        if gate_noise is None:  # `noisy` is not read here: a compiler would compile anew when it has changed
-            self.noisy = True
+        self.note_draw(noisy=gate_noise is None)
         gates = self._gates()
         if not any(gate.adds for gate in gates):
             return draw(gates, gate_noise), None

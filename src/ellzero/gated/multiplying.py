@@ -102,6 +102,8 @@ def _replicated(product: Tensor, weight: Any) -> Tensor:
 
 def laid_out(gates: Tensor, part: Factor, tables: Mapping[str, Tensor], elsewhere: float, lead: int = 0) -> Tensor:
     """What belongs to gates, as it broadcasts against the weight; `lead` dimensions before the gates' own stay."""
+    if not lead and part.table is None and gates.shape == part.shape:  # nearly all: one gate for each input in order
+        return gates
     before = gates.shape[:lead]
     if part.table is not None:
         flat = gates.reshape(*before, -1)

@@ -42,8 +42,8 @@ def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = Fal
     """One gate per unit of every axis that can shrink, multiplied into all weights that read it.
 
     There is a placement per axis. `l0_norm` counts the weights that read the axis: those that a closed gate sets to
-    zero. Where an RMSNorm looks at all units of an axis, gates multiply what writes it instead: then the norm sees
-    zeros, and goes on dividing by the whole width.
+    zero; of experts (`l0.routed`), all that they have. Where an RMSNorm looks at all units of an axis, gates multiply
+    what writes it instead: then the norm sees zeros, and goes on dividing by the whole width.
 
     Args:
         streams: whether residual streams are gated too.
@@ -60,10 +60,16 @@ def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = Fal
 
     def where(graph: Graph) -> list[Placement]:
         chosen = [a for a in graph.axes if a.frozen is None and (streams or not a.stream)]
-        whole = [Placement(a.name, (a.size,), a.multiplied, a.multiplied) for a in chosen]
+        whole = [Placement(a.name, (a.size,), a.multiplied, _counted(graph, a)) for a in chosen]
         return whole + (_parts(graph) if parts else []) + (_blocks(graph) if blocks else [])
 
     return where
+
+
+def _counted(graph: Graph, axis: Axis) -> tuple[Site, ...]:
+    """What goes to zero with a unit; of an expert, all that it has and its row of the router."""
+    own = tuple(s for s in axis.sites if s.tensor in graph.parameters and s not in axis.closing)
+    return own if axis.experts else axis.multiplied
 
 
 def _blocks(graph: Graph) -> list[Placement]:

@@ -342,6 +342,6 @@ def _split(together: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
 def _alike(gates: Sequence[AbstractGate], phis: Sequence[Phi], f: Callable[..., Tensor], u: Tensor | None) -> Tensor:
     """The flat result for gates of one kind."""
     # A tensor that is flat already is not viewed: each view is one more node for autograd to walk.
-    columns = [[p if p.dim() == 1 else p.reshape(-1) for p in column] for column in zip(*phis, strict=True)]
-    phi = tuple(torch.cat(column) if len(column) > 1 else column[0] for column in columns)
+    rows = [[p if p.dim() == 1 else p.reshape(-1) for p in phi] for phi in phis]
+    phi = tuple(map(torch.cat, zip(*rows, strict=True))) if len(rows) > 1 else tuple(rows[0])
     return f(gates[0], phi) if u is None else f(gates[0], phi, u)

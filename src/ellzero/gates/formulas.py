@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardtanh
 
 NOISE_EPS = 1e-6  # uniform noise is kept this far from 0 and 1, where float32 has no logit
 
@@ -30,7 +31,8 @@ def binary_concrete_sample(u: Tensor, log_alpha: Tensor, beta: float | Tensor) -
 
 def stretch_and_clamp(s: Tensor, gamma: float, zeta: float) -> Tensor:
     """z = clamp(s(ζ − γ) + γ, 0, 1) (eqs. 10 and 11)."""
-    return torch.rsub(s, gamma, alpha=gamma - zeta).clamp(0.0, 1.0)  # rsub: γ − (γ − ζ)s in one kernel
+    # Both in one kernel each, hardtanh in the backward too: γ − (γ − ζ)s, and clamp, whose backward takes five.
+    return hardtanh(torch.rsub(s, gamma, alpha=gamma - zeta), 0.0, 1.0)
 
 
 def hard_concrete_sample(u: Tensor, log_alpha: Tensor, beta: float | Tensor, gamma: float, zeta: float) -> Tensor:

@@ -57,6 +57,7 @@ class Axis:
         closing: where a norm looks at all units together, the sites of what writes them and of what is added to them.
             A unit is closed there, since a weight that reads it comes behind the norm.
         heads: whether each unit is a head of attention: it has products of activations of its own.
+        experts: whether each unit is an expert of a mixture, closed by its share.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Axis:
     can_vanish: bool = False
     closing: tuple[Site, ...] = ()
     heads: bool = False
+    experts: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -75,7 +77,7 @@ class Axis:
 
     @property
     def multiplied(self) -> tuple[Site, ...]:
-        """The sites where gates multiply: the readers, but for units that a norm looks at together."""
+        """The sites where gates multiply: the readers, but for experts and units that a norm looks at together."""
         return self.closing or self.readers
 
     @property
@@ -231,6 +233,7 @@ class Graph:
         turns: what makes the forward take another way than the traced one, in words.
         stored: sizes that modules keep as numbers.
         norms: over all units of an axis.
+        least: units, as the experts of a mixture, of which so many must stay.
         served: heads of keys and values that go when all their queries have gone. Their axis is frozen beside that.
         grouped: the same with these heads and their queries as one unit each, if there are any.
         look: finds the branches that can go as a whole, for who asks. It takes a while, and not everyone does.
@@ -249,6 +252,7 @@ class Graph:
     turns: tuple[str, ...] = ()
     stored: tuple[Stored, ...] = ()
     norms: tuple[Norm, ...] = ()
+    least: tuple[tuple[Numbers, int], ...] = ()
     served: tuple[Served, ...] = ()
     grouped: Graph | None = None
     look: Callable[[], tuple[Block, ...]] | None = None
@@ -304,6 +308,12 @@ class Graph:
             touched = [s for s in sets if any(np.isin(balance, other).any() for other in s)]
             sets = [s for s in sets if not any(s is t for t in touched)] + [[b for t in touched for b in t] + [balance]]
         return sets
+
+    @cached_property
+    def picked(self) -> dict[str, int]:
+        """By the names of axes, how many of their experts a router picks."""
+        axes = (self.axes[int(np.searchsorted(self.offsets, units[0], "right")) - 1] for units, _ in self.least)
+        return {axis.name: k for axis, (_, k) in zip(axes, self.least, strict=True)}
 
     @cached_property
     def weight(self) -> npt.NDArray[np.float64]:

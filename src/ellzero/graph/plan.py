@@ -284,6 +284,11 @@ def make_plan(
     for norm in graph.norms:
         if not (kept[norm.units] | (norm.units < 0)).any():  # a norm over nothing is none
             kept[norm.units[np.argmax(evidence[norm.units])]] = True
+    for units, least in graph.least:  # experts that are closed and stay get no share
+        if refuse and not alive[units].any():
+            name = graph.axes[int(np.searchsorted(graph.offsets, units[0], "right")) - 1].name
+            raise ClosedAxisError(f"every expert of `{name}` is closed, and what comes in goes to none of them")
+        kept[units[np.lexsort((-evidence[units], ~kept[units]))[:least]]] = True
     if graph.balanced or graph.served:
         order = np.argsort(np.lexsort((-evidence, graph.weight, np.isneginf(evidence)))).astype(np.float64)
     for balances in graph.balanced:
@@ -382,7 +387,9 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
         for dims, stay in stays.items():
             if len(dims) > 1:
                 inside = stay[stays[(0,)]] if (0,) in stays else stay
-                if not inside.all():
+                if not np.count_nonzero(inside):  # the groups read nothing
+                    closed.add(tensor.rpartition(".")[0])
+                elif not inside.all():
                     columns[tensor] = np.stack([np.flatnonzero(line) for line in inside])
                 continue
             if (tensor, dims[0]) in entries and dims == graph.reading[tensor]:

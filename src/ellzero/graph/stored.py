@@ -96,7 +96,7 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
                     along[step.module, layout[0]].add(d)
     found: dict[tuple[str, int], list[Stored]] = defaultdict(list)
     for path, module in model.named_modules():
-        follows = resizer(module) is not None and not _is_bare(module)
+        follows = resizer(module) is not None and not (_is_bare(module) or _has_own_forward(module))
         for name, size in () if follows else vars(module).items():
             ways = laid.get((path, size), []) if type(size) is int else []
             if ways and all(np.array_equal(np.sort(way), np.sort(ways[0])) for way in ways):
@@ -212,12 +212,17 @@ def _is_bare(module: nn.Module) -> bool:
     return isinstance(module, nn.GroupNorm) and module.weight is None
 
 
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether it is a group norm with a forward of the user's: which number that tells its groups is not known yet."""
+    return isinstance(module, nn.GroupNorm) and type(module).forward is not nn.GroupNorm.forward
+
+
 def groups_of_a_forward(model: nn.Module, graph: Graph) -> Iterator[tuple[Numbers, str]]:
     """The units in group norms that a forward of the user's own tells their number of groups, and what would help."""
     for step, units in group_norms(graph):
         module, where = model.get_submodule(step.module), f" in `{step.module}`" if step.module else ""
         known = any(s.module == step.module and np.array_equal(s.units, units) for s in graph.stored)
-        own = isinstance(module, nn.GroupNorm) and type(module).forward is nn.GroupNorm.forward
+        own = isinstance(module, nn.GroupNorm) and not _has_own_forward(module)
         if not own or (_is_bare(module) and not known):
             hint = f"`group_norm`{where} is told its number of groups: use an `nn.GroupNorm` for these channels alone"
             yield units[units >= 0], "" if known else f"{hint}, or keep the number in `self`"

@@ -7,7 +7,7 @@ only be removed as a whole. This file does not know what an operation, a layer o
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -35,6 +35,8 @@ class Ties:
     added: list[Numbers] = field(default_factory=list)  # of parameters that are added: they write units, as weights do
     exposed: list[tuple[Numbers, str]] = field(default_factory=list)  # read, and not zero where nothing writes them
     norms: list[Norm] = field(default_factory=list)  # over atoms
+    shares: list[Numbers] = field(default_factory=list)  # of parameters that close experts
+    least: list[tuple[Numbers, int]] = field(default_factory=list)  # of experts so many are picked
     balances: list[Numbers] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)  # over atoms
     cuts: list[tuple[Numbers, Sequence[int]]] = field(default_factory=list)  # at these places
@@ -43,6 +45,7 @@ class Ties:
     ignored: list[Numbers] = field(default_factory=list)
     in_own_module: dict[str, bool] = field(default_factory=dict)
     products: list[Product] = field(default_factory=list)  # along atoms
+    doubled: list[Product] = field(default_factory=list)  # of the batch twice, in training
     steps: list[Step] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     spares: list[Numbers] = field(default_factory=list)
@@ -131,6 +134,20 @@ OF_EACH_HEAD = ": what each head has of its own, as a slope of ALiBi, could foll
 SERVING = "each unit goes when all queries have gone that it serves"
 
 
+def of_one_example(products: list[Product], doubled: list[Product], batch: int) -> list[Product]:
+    """The MACs of one example, from those of a batch by its size. What comes of no input, and costs as much for a batch
+    twice as large, as something made of positions alone, is done once for all: it was divided by mistake.
+    """
+    places, twice = Counter((p.name, p.tensor) for p in products), defaultdict(list)
+    for p in doubled:
+        twice[p.name, p.tensor].append(p.factor)
+    of_two = {place: iter(factors) for place, factors in twice.items() if len(factors) == places[place]}
+    return [
+        replace(p, factor=p.factor * batch) if 2 * next(of_two.get((p.name, p.tensor), iter([0])), 0) == p.factor else p
+        for p in products
+    ]
+
+
 def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:
     """Turns what was said about atoms into units and axes.
 
@@ -175,6 +192,7 @@ def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:
             np.arange(total), unit[root[np.concatenate([a.ravel() for a in ties.placed] or [np.zeros(0, int)])]]
         ),
         norms=tuple(norms.values()),
+        least=tuple((unit[root[atoms]], k) for atoms, k in ties.least),
         served=tuple(replace(s, heads=unit[root[s.heads]], queries=unit[root[s.queries]]) for s in served),
     )
 
@@ -228,8 +246,11 @@ class _Finder:
         self.ties, self.root, self.names = ties, root, names
         self.reads, self.writes, self.rides = (ties.mask(ties.roles[role]) for role in ("reads", "writes", "rides"))
         self.ignored, self.added = ties.mask(ties.ignored), ties.mask(ties.added)
+        self.shares = ties.mask(ties.shares)
         self.normed = ties.mask([root[norm.units] for norm in ties.norms])
-        exposed = ((atoms[self.normed[root[atoms]]], why) for atoms, why in (ties.exposed if ties.norms else ()))
+        self.routed = ties.mask([root[atoms] for atoms, _ in ties.least])
+        shut = self.normed | self.routed
+        exposed = ((atoms[shut[root[atoms]]], why) for atoms, why in (ties.exposed if shut.any() else ()))
         self.reasons = [*ties.freezes, *exposed, *self._torn(), *((heads, SERVING) for heads in serving)]
         self.frozen = np.full(ties.count, -1)  # for each root, which of `reasons` was the first
         for number, (atoms, _) in enumerate(self.reasons):
@@ -274,7 +295,8 @@ class _Finder:
         sites: list[Site] = []
         frozen = self.frozen[roots]
         why = self.reasons[frozen[frozen >= 0][0]][1] if (frozen >= 0).any() else None
-        normed, closing = bool(self.normed[roots].any()), []
+        normed, routed = bool(self.normed[roots].any()), bool(self.routed[roots].any())
+        closing = []
         for number in dict.fromkeys(signature):
             if number >= len(self.keys):
                 (tensor, dims, role), atoms = self.tables[number - len(self.keys)]
@@ -289,9 +311,10 @@ class _Finder:
                 why = why or (None if normed else f"`{tensor}` both reads and writes it")
             units = np.where(self.ignored[atoms], -1, local[self.root[atoms]])
             sites.append(Site(tensor, (dim,), units, "reads" if reads else "writes" if writes else "rides"))
-            if normed and (writes or self.added[here].any()):
+            if (normed and (writes or self.added[here].any())) or (routed and self.shares[here].any()):
                 closing.append(sites[-1])
-        if why is None and (not any(s.role == "reads" for s in sites) or (normed and not closing)):
+        read = any(s.role == "reads" for s in sites)
+        if why is None and (not (read or routed) or ((normed or routed) and not closing)):
             why = "no weight reads it, so no gate could close it"
         shared = next((s for s in closing if s.tensor in self.two_faced), None)  # an embedding that is the head too
         first = shared or next((s for s in sites if s.role == "writes"), sites[0])
@@ -301,7 +324,7 @@ class _Finder:
         stream, heads = bool(self.streams[roots].any()), bool(self.attending[roots].all())
         if heads and why and why.startswith("it meets the output of"):
             why += OF_EACH_HEAD
-        return Axis(name, len(roots), tuple(sites), why, stream, closing=tuple(closing), heads=heads)
+        return Axis(name, len(roots), tuple(sites), why, stream, closing=tuple(closing), heads=heads, experts=routed)
 
 
 def _numbered_apart(axes: list[Axis]) -> list[Axis]:

@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.recording import Members, copied, inline, mapped, recorded, walked
-from ellzero.graph.rules import REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
+from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
-from ellzero.graph.ties import Ties, unify
+from ellzero.graph.ties import Ties, of_one_example, unify
 from ellzero.graph.values import Dims, Value, freeze
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -142,6 +142,7 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     asked = walk(model, ties, inputs, deadline, watch=watch or _watched)
     turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
+    ties.products = of_one_example(ties.products, ties.doubled, batch_size(inputs))
     ties.steps = [replace(s, numbers=tuple(was.get(n, n) for n in s.numbers)) for s in ties.steps]
     names = {name: name.rpartition(".")[0] for name in ties.shapes}
     graph = _complete(unify(ties, names), model, inputs)
@@ -259,6 +260,8 @@ class _Walk:
         self.seen, self.norms = _seen(graph), written_out(graph, {k: self.names[name] for k, name in members.items()})
         self.ties.contracting = self.ties.bending = 0
         self.ties.leaves = sum(1 << number for number, node in enumerate(nodes) if node.op == "placeholder")
+        own = sum(1 << self.index[node] for node in nodes if node.name in members)
+        self.given = self.ties.leaves & ~own
         for number, node in enumerate(nodes):
             if time.monotonic() > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
@@ -297,6 +300,8 @@ class _Walk:
         if node.op == "output":
             for value in tensors(torch.fx.node.map_arg(node.args, lambda n: values[n])):
                 freeze(self.ties, value, "it is the model's output")
+                if value.numbers is not None:
+                    self.ties.freeze(value.numbers, "their numbers are the model's output")
             return None
         if node.op == "get_attr":
             return None
@@ -304,6 +309,7 @@ class _Walk:
             return values[node.args[0]][node.args[1]]
         args = _bound(node, values)
         call = self._call(node, training, inputs)
+        call.fed = any(value.lineage & self.given for value in tensors(args))
         if call.op.startswith(("_assert", "sym_")) or not call.shapes:
             return _OF_DATA
         rule, leaves = RULES.get(call.op), tree_leaves(args)
@@ -329,6 +335,10 @@ class _Walk:
             if value.source is not None and rule is None:
                 self.ties.in_own_module[value.source] = False
         node.meta["ellzero"] = call
+        kept = [v.numbers for v in tensors([result])]
+        for value in tensors(args) if call.op not in PICKS else ():
+            if value.numbers is not None and not any(n is value.numbers for n in kept):
+                self.ties.freeze(value.numbers, f"{call.where} goes by the numbers of its units")
         several = isinstance(node.meta.get("val"), list | tuple)
         # Fresh objects: a rule may hand an argument back, and its place in the forward must not change.
         made = [replace(v, zero=zero(call, args, v)) for v in (result if isinstance(result, list) else [result])]
@@ -371,13 +381,15 @@ class _Walk:
     def _link(self, node: Any, number: int, values: dict[Any, Any], training: bool) -> None:
         """Gives the value its place in the forward: its step, and the bit set of the steps it depends on."""
         ancestors = 0
-        for value in tensors([values.get(n) for n in node.all_input_nodes]):
+        call = node.meta.get("ellzero") or Call(self.ties, str(node.target), "", [], 1)
+        # What is picked is made of what it is picked from: a bias for each expert is no way around their layers.
+        given = node.all_input_nodes[: 1 if call.op in PICKS else None]
+        for value in tensors([values.get(n) for n in given]):
             ancestors |= value.lineage
         made = tensors([values[node]])
         if node.target is not operator.getitem:
             for value in made:
                 value.step, value.ancestors = number, ancestors
-        call = node.meta.get("ellzero") or Call(self.ties, str(node.target), "", [], 1)
         self.ties.contracting |= call.contracts << number
         self.ties.bending |= (call.op in BENDING) << number
         if not training:

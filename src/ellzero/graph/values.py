@@ -19,7 +19,7 @@ from ellzero.graph.axes import Numbers
 from ellzero.graph.ties import Ties
 
 Dims = tuple[int, ...]
-Zero = Literal["yes", "own", "no"]
+Zero = Literal["yes", "own", "no", "low", "share"]
 _LARGEST_JOINT = 50_000_000  # entries; beyond that joint dimensions cost more than they are worth
 
 
@@ -34,7 +34,9 @@ class Value:
         source: the parameter or buffer that this is a view of, entry for entry.
         step: number of the operation that made it.
         ancestors: bit set of the operations that it depends on.
-        zero: whether it is zero at units that nothing writes; "own" for a parameter, which is if it is set to zero.
+        zero: whether it is zero at units that nothing writes; "own" for a parameter, which is if it is set to zero. Of
+            closed experts, "low" for logits below all others, and "share" for what a softmax makes of them.
+        numbers: the atoms that its entries are numbers of, as those of the experts that a router picks.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +46,7 @@ class Value:
     step: int = -1
     ancestors: int = 0
     zero: Zero = "no"
+    numbers: Numbers | None = None
 
     @property
     def ndim(self) -> int:

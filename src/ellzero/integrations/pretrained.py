@@ -27,6 +27,7 @@ from transformers.initialization import no_init_weights
 from ellzero.gated.module import Gated
 from ellzero.graph.tracing import Inputs, as_inputs
 from ellzero.graph.trials import fingerprint
+from ellzero.graph.trials.routing import without_shares
 from ellzero.graph.trials.running import agree, outputs
 from ellzero.integrations.widths import Widths
 from ellzero.out.compaction import TOLERANCE
@@ -72,7 +73,8 @@ def save_pretrained(small: nn.Module, folder: str | os.PathLike[str], *, example
 
     Raises:
         TypeError: `small` is no `PreTrainedModel`, or has gates still.
-        ValueError: `folder` holds a network, or `small` does not run on the inputs.
+        ValueError: `folder` holds a network, `small` does not run on the inputs, or its experts have shares other than
+            1 (`l0.routed`), which a class of Transformers has no place for.
         RuntimeError: what was written does not come back the same; it is removed.
     """
     if isinstance(small, Gated):
@@ -83,6 +85,7 @@ def save_pretrained(small: nn.Module, folder: str | os.PathLike[str], *, example
     if taken := sorted({path.name for pattern in _TAKEN for path in target.glob(pattern)}):
         raise ValueError(f"`folder` must hold no network yet, got {str(target)!r} with {', '.join(taken)}")
     inputs = _inputs(small, example_inputs)
+    small = without_shares(small)
     widths = Widths(small)
     config = widths.uniform()
     if config is not None and _place(small, partial(_write_stock, small, config), inputs, target) is None:
@@ -193,6 +196,8 @@ def _difference(small: PreTrainedModel, again: PreTrainedModel, inputs: Inputs) 
             return f"`{name}` is another"
     if again.config._attn_implementation != small.config._attn_implementation:  # which is chosen, and not saved
         again.set_attn_implementation(small.config._attn_implementation)
+    if (experts := getattr(small.config, "_experts_implementation", None)) is not None:  # as that of attention
+        again.set_experts_implementation(experts)
     with _evaluating(small):
         if agree(outputs(small, inputs), outputs(again, inputs), 0.0):
             return None

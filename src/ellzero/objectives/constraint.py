@@ -11,6 +11,7 @@ from __future__ import annotations
 import glob
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Self, final
 
 import torch
@@ -31,6 +32,14 @@ from ellzero.objectives.checking import (
 from ellzero.objectives.costs import Cost, called, floor, kept, name_of, only, savings
 from ellzero.objectives.duals import AbstractDual, AbstractWarmup, GradientAscent
 from ellzero.objectives.watching import Watch
+
+
+@dataclass
+class _Clock:
+    """How often multipliers moved, and whether a violation was recorded since. To write it into a module takes long."""
+
+    ascents: int = 0
+    fresh: bool = False
 
 
 @final
@@ -121,8 +130,7 @@ class Constraint(nn.Module):
         self._gates: dict[str, int] | None = None  # name and original size of each gate, once bound
         self._floors: dict[str | None, tuple[float, list[str]]] = {}  # least fraction, and the layers that make it
         self._shares: Tensor | None = None  # of the dense cost, by group and gate, where gates have no expectation
-        self._ascents = 0
-        self._fresh = False
+        self._clock = _Clock()
         self._checked = WeakMemory()
         self._watch = Watch()
         self._allocate(len(goal), torch.float64, torch.device("cpu"))  # until the cost's own are known
@@ -132,17 +140,16 @@ class Constraint(nn.Module):
         """The term to add to the loss, Σ_g λ_g·(cost_g/dense_g − ε_g): a differentiable scalar (eq. 6)."""
         if not torch.compiler.is_compiling():
             self.bind(gated)
-            self._watch.look(gated, self._ascents)
+            self._watch.look(gated, self._clock.ascents)
         elif self._gates is None:
             raise RuntimeError("call `bind(gated)` on the constraint once before compiling it")
-        gap = self._pressed(gated)
-        if gap.dtype != self.multiplier.dtype:  # the network was moved to another precision
-            self.to(gap.dtype)
+        gap, multiplier = self._pressed(gated), self.multiplier
+        if gap.dtype != multiplier.dtype:  # the network was moved to another precision
+            multiplier = self.to(gap.dtype).multiplier
         if gated.training and torch.is_grad_enabled():
-            with torch.no_grad():
-                self.violation.copy_(gap if self._on == "expected" else self._gap(gated, kept(self.cost)))
-            self._fresh = True
-        return lagrangian.weighted(self.multiplier, gap)
+            self.violation.copy_(gap.detach() if self._on == "expected" else self._kept_gap(gated))
+            self._clock.fresh = True
+        return lagrangian.weighted(multiplier, gap)
 
     def ascend(self) -> None:
         """One step of the multipliers along the violations last recorded (eq. 7), and of the warm-up.
@@ -152,14 +159,15 @@ class Constraint(nn.Module):
                 alone: elsewhere each step would have to wait for the device). Nothing has moved then.
         """
         self.climb()
-        self._ascents += 1
-        self._fresh = False
-        if self.warmup is not None and self._ascents < self.warmup.steps + 1:
+        clock = self._clock
+        clock.ascents += 1
+        clock.fresh = False
+        if self.warmup is not None and clock.ascents < self.warmup.steps + 1:
             self._aim()
 
     def climb(self) -> None:
         """What `ascend()` does to the multipliers, without counting as a step: for a look-ahead that is undone."""
-        if not self._fresh:
+        if not self._clock.fresh:
             raise RuntimeError(
                 "`ascend()` must follow a violation recorded since the last one, got none: call the constraint on the "
                 "`Gated`, in training mode and with gradients enabled, before each `ascend()`"
@@ -167,7 +175,7 @@ class Constraint(nn.Module):
         violation = self.violation
         if violation.is_cpu and not all(map(math.isfinite, violation.tolist())):
             raise RuntimeError(f"`violation` must be finite, got {violation.tolist()}: the multipliers stay")
-        first = self._ascents == 0
+        first = self._clock.ascents == 0
         lagrangian.ascend(self.dual, self.multiplier, self._memory(), violation, self.target, first=first)
 
     def duals(self) -> list[Tensor]:
@@ -237,11 +245,15 @@ class Constraint(nn.Module):
         return costs[0].unsqueeze(0) if len(costs) == 1 else torch.stack(costs)  # one is the common case: a view
 
     def _gap(self, gated: Gated, cost: Cost) -> Tensor:
-        now = self._costs(gated, cost, self._goal)
-        if now.device != self._dense.device:  # the network was moved since, as trainers do
+        now, dense = self._costs(gated, cost, self._goal), self._dense
+        if now.device != dense.device:  # the network was moved since, as trainers do
             with torch.inference_mode(False):
-                self.to(now.device)
-        return lagrangian.gaps(now / self._dense, self.target)
+                dense = self.to(now.device)._dense
+        return lagrangian.gaps(now / dense, self.target)
+
+    @torch.no_grad()
+    def _kept_gap(self, gated: Gated) -> Tensor:
+        return self._gap(gated, kept(self.cost))
 
     def _pressed(self, gated: Gated) -> Tensor:
         """What the multipliers weigh: the gaps of the expected cost, or of what stands for it."""
@@ -294,7 +306,7 @@ class Constraint(nn.Module):
     def _aim(self) -> None:
         """Puts the targets in force that belong to this moment."""
         goal = torch.tensor(list(self._goal.values()), dtype=torch.float64)
-        clock = torch.tensor(self._ascents, dtype=torch.float64)
+        clock = torch.tensor(self._clock.ascents, dtype=torch.float64)
         now = lagrangian.targets(goal, self.warmup, clock)
         for target, value in zip(self.target, now.tolist(), strict=True):
             target.fill_(value)  # as numbers: a copy from the CPU would make every step wait for the device
@@ -314,12 +326,12 @@ class Constraint(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """What the state dict holds beside tensors: plain numbers and strings."""
         bound = {"gates": self._gates, "goal": dict(self._goal), "floors": dict(self._floors)}
-        return {"identity": self._identity(), "ascents": self._ascents, "fresh": self._fresh, **bound}
+        return {"identity": self._identity(), "ascents": self._clock.ascents, "fresh": self._clock.fresh, **bound}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Takes up what `get_extra_state` gave; `load_state_dict` has checked it by then."""
         self._gates, self._goal, self._floors = state["gates"], dict(state["goal"]), dict(state["floors"])
-        self._ascents, self._fresh = state["ascents"], state["fresh"]
+        self._clock = _Clock(state["ascents"], state["fresh"])
         self._checked = WeakMemory()
         self._watch = Watch()
 

@@ -107,7 +107,8 @@ def macs(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor
     `params`.
 
     One example is the example input divided by the size of its first tensor's leading dimension: with sequences
-    first, or without a batch, absolute numbers are off by that factor, fractions are not. Counted are linear layers,
+    first, or without a batch, absolute numbers are off by that factor, fractions are not. What comes of no input and is
+    done once for a batch, as a table of positions, is done once for one example. Counted are linear layers,
     convolutions and matrix products (attention included), at the example input's size. The papers' FLOPs are two per
     MAC.
 

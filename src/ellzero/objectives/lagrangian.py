@@ -39,7 +39,7 @@ def gaps(cost: Tensor, target: Tensor, member: Tensor | None = None) -> Tensor:
 
 def weighted(weight: Tensor, amount: Tensor) -> Tensor:
     """What is added to the loss: prices on costs, Σ_p price_p·cost_p, or multipliers on gaps, Σ_g λ_g·gap_g."""
-    return (weight * amount).sum(-1)
+    return weight @ amount if amount.ndim == 1 else (weight * amount).sum(-1)
 
 
 def ascend(

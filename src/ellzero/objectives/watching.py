@@ -18,7 +18,7 @@ from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 
 PATIENCE = 100  # calls: more than anyone accumulates gradients over
-_NEW: weakref.WeakSet[Gated] = weakref.WeakSet()  # in a loss, and no optimizer has moved their gates yet
+_NEW: set[weakref.ref[Gated]] = set()  # in a loss, and no optimizer has moved their gates yet
 
 
 @final
@@ -36,7 +36,7 @@ class Watch:
         self._calls += 1
         if self._calls == 1:
             self._moves = moves(gated)
-            _NEW.add(gated)
+            _NEW.add(weakref.ref(gated, _NEW.discard))
             _listen()
         elif self._calls == 2:
             if not gated.drawn:
@@ -65,10 +65,12 @@ def _listen() -> None:
 
 def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Warns of weight decay on gates, in the first step that moves them, where nobody asked for it."""
-    for gated in () if torch.compiler.is_compiling() else list(_NEW):
+    for new in list(_NEW):  # mostly none: nothing here may take time in each step
+        if torch.compiler.is_compiling() or (gated := new()) is None:
+            continue
         moved = {id(p) for p in gated.gates.parameters() if p.grad is not None}
         groups = [group for group in optimizer.param_groups if any(id(p) in moved for p in group["params"])]
         if groups:
-            _NEW.discard(gated)
+            _NEW.discard(new)
         if any(group.get("weight_decay") and group.get("name") != "gates" for group in groups):
             warn("weight decay pulls on the gates: give the optimizer `gated.param_groups(…)`, which keeps it off them")

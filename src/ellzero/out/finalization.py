@@ -190,13 +190,17 @@ def _one_of_each(gated: Gated, opens: Tensor, worth: Tensor) -> Tensor:
     """One open gate of each placement that has any, the worthiest of those that matter beside the placements before.
 
     Where gates act within others, as those of single inputs within a map's, the two that are left belong together. Of
-    whole blocks none need be left.
+    whole blocks none need be left, of experts as many as a router picks.
     """
     left, whole = opens | of_blocks(gated), of_blocks(gated)
-    for mine in (mine for mine in gated.slices() if not bool(whole[mine].any())):
+    for placement, mine in zip(gated.placements, gated.slices(), strict=True):
+        if bool(whole[mine].any()):
+            continue
         among = _among(left[mine], left, mine, gated)
-        best = torch.where(among, worth[mine], -torch.inf).argmax()
-        left[mine] &= torch.arange(len(among), device=left.device) == best
+        best = torch.where(among, worth[mine], -torch.inf).argsort(descending=True, stable=True)
+        left[mine] &= torch.isin(
+            torch.arange(len(among), device=left.device), best[: gated.graph.picked.get(placement.name, 1)]
+        )
     return left & ~whole
 
 

@@ -32,7 +32,8 @@ class Asking(Fixing):
     _assumed: Tensor | None
 
     def _gates(self) -> list[AbstractGate]:
-        return list(self.gates.values())  # type: ignore[arg-type]
+        # Each step asks several times: past the look-up of attributes, which is Python.
+        return list(self._modules["gates"]._modules.values())  # type: ignore[union-attr,arg-type]
 
     def named_gates(self) -> Iterator[tuple[str, AbstractGate]]:
         """Yields the name and the gates of every placement."""

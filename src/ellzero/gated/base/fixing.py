@@ -37,6 +37,12 @@ class Fixing(Showing):
         self._batches = tuple(_seen(norm) for norm in self._norms())
         return self
 
+    def note_draw(self, *, noisy: bool) -> None:
+        """Remembers a draw. Neither flag is read here: a compiler would compile anew when it has changed."""
+        object.__setattr__(self, "drawn", True)  # torch's own way looks for parameters first, in each step
+        if noisy:
+            object.__setattr__(self, "noisy", True)
+
     def train(self, mode: bool = True) -> Self:
         """As of any module; warns where evaluation would use statistics that were gathered under noise."""
         if self.training and not mode:

@@ -26,10 +26,11 @@ class Call:
     module: str
     shapes: list[tuple[int, ...]]
     batch: int
-    evaluates: bool = True  # not training: MACs are counted, and nothing may be drawn
+    evaluates: bool = True  # not training: nothing may be drawn
     reads: tuple[str, ...] = ()
     numbers: tuple[Any, ...] = ()
     contracts: bool = False
+    fed: bool = True  # by an input of the model
     settings: Mapping[str, Any] = field(default_factory=dict)  # what the module keeps
 
     @property
@@ -48,15 +49,15 @@ class Call:
         its own.
         """
         self.contracts = True
-        if not self.evaluates:
-            return
         source = weight.source if weight is not None else None
         name = (source.rpartition(".")[0] or source) if source else self.module
         whole = weight is not None and source is not None and prod(weight.shape) == prod(self.ties.shapes[source])
         if weight is not None and not whole:
             plain, own = extent(weight, range(weight.ndim))
             factor, along = factor * plain, [*own, *along]
-        self.ties.products.append(Product(name, factor / self.batch, source if whole else None, tuple(along)))
+        products = self.ties.products if self.evaluates else self.ties.doubled
+        factor = factor / self.batch if self.evaluates or not self.fed else 0.0  # of what is fed, nobody asks
+        products.append(Product(name, factor, source if whole else None, tuple(along)))
 
     def reader(self, weight: Value, atoms: Numbers, what: Numbers | None, x: Value) -> None:
         """A contracting dimension of `weight`, whose atoms are `atoms`, reads `what` (the atoms of `x` there)."""
@@ -75,7 +76,7 @@ class Call:
         """Reads the units `atoms` of `x`: a parameter must be closed with what writes them."""
         if x.zero == "own":
             self.ties.added.append(atoms)
-        elif x.zero == "no":
+        elif x.zero != "yes":
             self.ties.expose(atoms, f"{self.where} reads something that is not zero where a unit is closed for a norm")
 
     def writer(self, weight: Value, atoms: Numbers, role: Role = "writes") -> None:

@@ -18,6 +18,7 @@ _WEIGHT = dict.fromkeys(("linear", "matmul", "mm", *_CONVOLUTIONS), 1) | {"embed
 _BIAS = dict.fromkeys(("linear", *_CONVOLUTIONS), 2) | {"addmm": 0}
 _TERMS = dict.fromkeys(("add", "sub", "rsub", "subtract"), 2) | dict.fromkeys(("cat", "concat", "concatenate"), 1)
 _DIVIDES = ("div", "divide", "true_divide")
+_MOVES = ("clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "view", "reshape", "flatten")
 _NAMES = """relu relu6 gelu silu tanh hardswish leaky_relu elu selu celu mish hardshrink softshrink expm1 log1p sqrt
 square abs neg sin tan asin atan sinh erf sign sgn floor ceil round trunc frac positive zeros_like dropout
 feature_dropout rrelu prelu glu rms_norm mean sum amax amin var std norm linalg_vector_norm cumsum
@@ -34,6 +35,12 @@ def zero(call: Call, args: list[Any], made: Value) -> Zero:
     given = tensors(args)
     if not made.carried or not given:
         return "no"
+    if call.op == "with_shares":
+        call.ties.shares.extend(args[1].carried.values())
+        return "low"
+    if given[0].zero in ("low", "share"):
+        shares = given[0].zero == "low" and call.op in ("softmax", "_softmax")
+        return "share" if shares else given[0].zero if call.op in _MOVES else "no"
     if call.op == "scaled_dot_product_attention":
         return _contracted(call, None, args[2], made)
     if call.op in ("matmul", "bmm") and (args[1].source is None or args[1].ndim > 2):

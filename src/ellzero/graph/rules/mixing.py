@@ -14,7 +14,7 @@ from ellzero.graph.rules.call import Call, axis, couples, tensors, unknown
 from ellzero.graph.rules.entrywise import entrywise
 from ellzero.graph.values import Value
 
-ALONG_ONE = "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp sort topk"
+ALONG_ONE = "log_softmax _log_softmax cumsum cumprod logcumsumexp sort"
 RESAMPLERS = """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
 upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa"""
 REDUCTIONS = "mean sum amax amin var std prod all any logsumexp max min argmax argmin norm linalg_vector_norm"

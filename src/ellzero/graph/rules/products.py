@@ -105,8 +105,10 @@ def _several_matrices(call: Call, a: Value, b: Value) -> Value:
     }
     beside = {g: t for g, t in made.carried.items() if not values.carries(batches[1], g, made)} | rest
     entries, along = values.extent(replace(made, carried=beside), range(made.ndim))
-    source = ties.shapes[weight.source or ""]
-    call.multiplies(entries * x.shape[summed] / prod(source), replace(weight, shape=source), along)
+    whole = Value(ties.shapes[weight.source or ""], weight.carried, source=weight.source)
+    if weight.group(0) is None:  # experts that were picked: how many there are to pick from costs nothing
+        whole = Value((len(writing), len(reading)), {(0,): writing, (1,): reading}, source=weight.source)
+    call.multiplies(entries * x.shape[summed] / prod(whole.shape), whole, along)
     return replace(made, carried={**made.carried, **rest, (len(call.shape) + out,): writing}, why=x.why)
 
 

@@ -187,7 +187,10 @@ def channel_shuffle(call: Call, x: Value, groups: int, *_: Any) -> Value:
     return values.take(x, 1, order)
 
 
-@couples("index", "index_select")
+PICKS = ("index", "index_select")
+
+
+@couples(*PICKS)
 def picked(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
     """Entries by their numbers: what lies where numbers pick is frozen, all else is carried on."""
     index = rest[0] if call.op == "index" else [*[None] * axis(rest[0], x.ndim), rest[1]]
@@ -196,7 +199,14 @@ def picked(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
         values.freeze(call.ties, numbers, f"{call.where} uses it as an index")
     if not dims or dims[-1] - dims[0] >= len(dims):  # torch puts what is picked in front then
         return unknown(call, [x])
-    carried = values.without(call.ties, x, dims, f"{call.where} picks units by their number")
+    told, here = [i.numbers for i in tensors([index]) if i.numbers is not None], x.carried.get(tuple(dims))
+    if told and here is not None and len(dims) == 1 and len(here) == len(told[0]):  # as many are there as are told
+        call.ties.tie(here, told[0])
+        carried = {g: a for g, a in x.carried.items() if g != (dims[0],)}
+    else:
+        for atoms in told:
+            call.ties.freeze(atoms, f"{call.where} picks units by their number")
+        carried = values.without(call.ties, x, dims, f"{call.where} picks units by their number")
     shift = len(call.shape) - x.ndim
     carried = {tuple(d + shift * (d > dims[-1]) for d in g): a for g, a in carried.items()}
     experts = x.source if dims == [0] and x.ndim == 3 == len(call.shape) else None  # each is still a matrix of its own

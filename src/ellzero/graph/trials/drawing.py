@@ -56,8 +56,9 @@ def cells(graph: Graph, span: slice) -> list[Numbers]:
     heads of keys."""
     place: list[list[int]] = [[] for _ in range(span.stop - span.start)]
     for balance in (*graph.balances, *(s.queries for s in graph.served)):
-        for number, row in enumerate(balance):
-            for unit in np.unique(row[(row >= span.start) & (row < span.stop)]).tolist():
+        here = (balance >= span.start) & (balance < span.stop)
+        for number in np.flatnonzero(here.any(1)).tolist():
+            for unit in np.unique(balance[number][here[number]]).tolist():
                 place[unit - span.start].append(number)
     cells: dict[tuple[int, ...], list[int]] = {}
     for unit, numbers in enumerate(place, span.start):

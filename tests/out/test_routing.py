@@ -1,0 +1,172 @@
+"""Experts of a mixture close as a whole, and their rows of the router with them, exactly.
+
+The oracle is a copy with a forward hook of the test's own: it adds the logarithm of the gates to the router's logits,
+−∞ where they are closed. The library's shares have no part in it.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ellzero as l0
+from ellzero.graph import ClosedAxisError
+from support.oracles import assert_counted, assert_same, set_gates, settled
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+class Router(nn.Module):
+    """As in Mixtral: it computes logits and picks in one forward."""
+
+    def __init__(self, scores: str) -> None:
+        super().__init__()
+        self.scores, self.weight = scores, nn.Parameter(torch.empty(4, 8))
+        self.told = nn.Identity()  # where the oracle gets in
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.told(F.linear(x, self.weight))
+        if self.scores == "picked first":  # as in GPT-OSS
+            shares, picked = logits.topk(2)
+            return shares.softmax(-1), picked
+        shares, picked = (logits.sigmoid() if self.scores == "sigmoid" else logits.softmax(-1)).topk(2)
+        return (shares if self.scores == "whole" else shares / shares.sum(-1, keepdim=True)), picked
+
+
+class Experts(nn.Module):
+    """A mixture with a tensor for all experts: each row goes through two."""
+
+    def __init__(self, scores: str = "renormalised") -> None:
+        super().__init__()
+        self.scores = scores
+        self.router: Any = nn.Linear(8, 4) if scores == "layer" else Router(scores)
+        self.up, self.down = nn.Parameter(torch.empty(4, 6, 8)), nn.Parameter(torch.empty(4, 8, 6))
+        self.bias, self.out = nn.Parameter(torch.empty(4, 6)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 8)
+        shares, picked = self.router(rows).softmax(-1).topk(2) if self.scores == "layer" else self.router(rows)
+        picked = picked.reshape(-1)
+        h = torch.bmm(self.up[picked], rows.repeat_interleave(2, 0)[..., None]).squeeze(-1) + self.bias[picked]
+        y = torch.bmm(self.down[picked], h.relu()[..., None]).squeeze(-1) * shares.reshape(-1, 1)
+        y = y * (picked[:, None] != 1) if self.scores == "by number" else y
+        return self.out(x + y.view(-1, 2, 8).sum(1).view(x.shape))  # type: ignore[no-any-return]
+
+
+def by_hand(model: Any, experts: Tensor, units: Tensor) -> Any:
+    """A copy with the logarithms of gates on its logits, and gates on what its experts read in the middle."""
+    out = copy.deepcopy(model)
+    place = out.router if model.scores == "layer" else out.router.told
+    place.register_forward_hook(lambda _, __, logits: logits + experts.log())
+    with torch.no_grad():
+        out.down.mul_(units)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scores", ["layer", "renormalised", "whole", "picked first"])
+def test_experts_go_with_their_rows_of_the_router(scores: str) -> None:
+    model: Any = settled(Experts(scores))
+    routed = l0.routed(model, draw(2, 5, 8))
+    assert torch.equal(routed(draw(3, 7, 8)), model(draw(3, 7, 8)))
+    gated = l0.attach(routed, draw(2, 5, 8)).eval()
+    for closed, left in (([1], 3), ([0, 3], 2), ([0, 1, 2], 2)):  # two are picked: so many stay
+        z = set_gates(gated, {"router": closed, "up": [0, 2, 4]})
+        small, hand = l0.compact(gated), by_hand(model, z["router"], z["up"])
+        for x in (draw(2, 5, 8), draw(3, 7, 8)):
+            assert_same(gated(x), hand(x))
+            assert_same(small(x), hand(x))
+        assert (small.router.weight.shape, small.up.shape) == ((left, 8), (left, 3, 8))
+        assert_counted(gated, small, (draw(2, 5, 8),))
+
+
+def attached() -> l0.Gated:
+    return l0.attach(l0.routed(settled(Experts("layer")), draw(2, 5, 8)), draw(2, 5, 8))
+
+
+@pytest.mark.slow
+def test_finalize_leaves_as_many_as_are_picked_and_none_is_no_mixture() -> None:
+    gated = attached()
+    set_gates(gated, {})
+    l0.finalize(gated, 0.3)
+    gates = dict(gated.named_gates())
+    assert int(gates["router"].open().sum()) == 2
+    # Of each expert 6 · 8 + 6 + 8 · 6 weights, and 9 of the router.
+    assert float(l0.dense(l0.l0_norm, gated)) == 4 * (6 * 8 + 6 + 8 * 6 + 9)
+    set_gates(gated, {"router": [0, 1, 2, 3]})
+    with pytest.raises(ClosedAxisError, match="every expert of `router` is closed"):
+        l0.compact(gated)
+
+
+@pytest.mark.slow
+def test_gates_learn_and_a_draw_that_closes_all_has_numbers() -> None:
+    gated = attached().train()
+    gate = dict(gated.named_gates())["router"]
+    gate.log_alpha.data.zero_()
+    gated(draw(2, 5, 8), gate_noise=torch.full((10,), 0.5)).square().sum().backward()
+    assert bool((gate.log_alpha.grad.isfinite() & (gate.log_alpha.grad != 0)).all())
+    assert gated.model.router.shares.open.grad is None
+    set_gates(gated, {"router": [0, 1, 2, 3]})
+    assert bool(gated(draw(2, 5, 8)).isfinite().all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scores", "why"), [("sigmoid", "`topk` in `router` mixes its units"), ("by number", "`ne` goes by the numbers")]
+)
+def test_what_goes_by_more_than_the_largest_shares_is_refused(scores: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"no router whose experts could go: {why}"):
+        l0.routed(settled(Experts(scores)), draw(2, 5, 8))
+
+
+def test_without_a_router_it_says_so() -> None:
+    with pytest.raises(ValueError, match="no logits of a linear map go through a softmax and a `topk`"):
+        l0.routed(nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)), draw(2, 8).float())
+
+
+@pytest.mark.slow
+def test_files_and_compilers_know_it() -> None:
+    gated = attached().eval()
+    set_gates(gated, {"router": [2]})
+    small = l0.compact(gated)
+    whole = torch.compile(small, fullgraph=True, backend="eager")
+    assert_same(whole(draw(2, 5, 8)), small(draw(2, 5, 8)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator is found")
+def test_a_mixtral_without_an_expert_is_a_stock_one_with_one_less(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from ellzero.integrations.transformers import save_pretrained
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 12}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 4, "vocab_size": 20, "num_experts_per_tok": 2}
+
+    def made(experts: int) -> Any:
+        config = transformers.MixtralConfig(num_local_experts=experts, experts_implementation="batched_mm", **sizes)
+        return transformers.MixtralForCausalLM(config).eval()
+
+    torch.manual_seed(0)
+    whole, fewer, words = made(4), made(3), torch.randint(20, (3, 7))
+    example = {"input_ids": torch.randint(20, (2, 5)), "use_cache": False}
+    gated = l0.attach(l0.routed(whole, example), example).eval()
+    for name, gate in gated.named_gates():
+        gate.log_alpha.data.fill_(10.0)
+        if name.endswith("mlp.gate"):
+            gate.close_(torch.tensor([False, True, False, False]))
+    small, left = l0.compact(gated), torch.tensor([0, 2, 3])
+    kept = {k: v[left] if "experts" in k or k.endswith("mlp.gate.weight") else v for k, v in whole.state_dict().items()}
+    fewer.load_state_dict(kept)
+    assert_same(small(words).logits, fewer(words).logits)
+    assert torch.equal(*(m.generate(words, do_sample=False, max_new_tokens=6) for m in (small, fewer)))
+    assert save_pretrained(small, tmp_path)
+    assert type(whole).from_pretrained(tmp_path).config.num_local_experts == 3
+    small.model.layers[0].mlp.gate.shares.open[1] = 0.5
+    with pytest.raises(ValueError, match=r"layers.0.mlp.gate.shares` must all be 1 to be left out, got \[1.0, 0.5"):
+        save_pretrained(small, tmp_path / "other")
