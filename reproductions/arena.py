@@ -20,7 +20,7 @@ TARGETS = (0.1, 0.2, 0.35, 0.5)
 FAMILY = "bernoulli"  # the other family of gates, by `arena-split` on the MLP at 10 %: results/arena-split-8/
 METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
 OTHERS = (*(name for name in FAMILIES if name != FAMILY), *CHANGED)  # to choose it and the defaults by
-NETWORKS = {"lenet300": ("mnist", 20, 10_000), "lenet5": ("mnist", 20, 10_000), "resnet-56": ("cifar10", 40, 5_000)}
+NETWORKS = {"lenet300": ("mnist", 20, 10_000), "lenet5": ("mnist", 20, 10_000), "resnet-56": ("cifar10", 20, 5_000)}
 
 
 def contests(split: bool) -> tuple[Contest, ...]:

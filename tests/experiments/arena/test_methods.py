@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.experiments.arena import counting, ours, rivals, scratch
+from ellzero.experiments.arena import loop as arena_loop
 from ellzero.experiments.arena.bout import Bout
 from ellzero.experiments.arena.contest import METHODS, Contest, held_out
 from ellzero.experiments.arena.loop import BATCH, DECAY, RATE, Loop
@@ -168,7 +169,31 @@ def by_hand(net: nn.Module, data: Tensors, seed: int, epochs: range, base: float
             k += 1
 
 
-def test_the_loop_is_sgd_by_hand_and_a_second_phase_goes_on_with_the_next_epoch() -> None:
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A loop that takes this machine for a GPU; the numbers of steps that were replayed."""
+    replayed: list[int] = []
+
+    def captured(step: Any) -> Any:
+        replayed.append(0)
+
+        def replay(*batch: Tensor) -> Tensor:
+            replayed[-1] += 1
+            return step(*batch)
+
+        return replay
+
+    monkeypatch.setattr(Loop, "_on_gpu", True)
+    monkeypatch.setattr(Loop, "_wait", lambda _: None)
+    monkeypatch.setattr(arena_loop, "Captured", captured)
+    return replayed
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_loop_is_sgd_by_hand_and_a_second_phase_goes_on_with_the_next_epoch(
+    gpu: bool, request: pytest.FixtureRequest
+) -> None:
+    replayed = request.getfixturevalue("replaying") if gpu else [30, 2]
     torch.manual_seed(3)
     ours, theirs = (nn.Sequential(nn.Flatten(), nn.Linear(784, 10)) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
@@ -180,6 +205,7 @@ def test_the_loop_is_sgd_by_hand_and_a_second_phase_goes_on_with_the_next_epoch(
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     assert loop.taken == 32
+    assert replayed == [30, 2]
     with pytest.raises(ValueError, match="at most the 0 that are left, got 1"):
         loop.train(ours, 1)
     with torch.no_grad():
@@ -223,6 +249,18 @@ def test_what_is_called_before_a_step_may_change_the_gradient() -> None:
     before = [p.clone() for p in net.parameters()]
     Loop(digits(), 2).train(net, 1, decay=0.0, before_step=lambda: [p.grad.zero_() for p in net.parameters()])  # type: ignore
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+def test_a_gpu_replays_steps_when_gates_have_settled_and_never_those_with_something_before_them(
+    replaying: list[int],
+) -> None:
+    given = bout(0.3)
+    METHODS["budget"](given)
+    assert given.loop.taken == 6
+    assert replaying == [6 - 2]  # two fifths of six steps
+    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    Loop(digits(), 2).train(net, 1, before_step=lambda: None)
+    assert replaying == [4]
 
 
 def test_group_norms_are_regularised_by_the_package_in_place_of_weight_decay(

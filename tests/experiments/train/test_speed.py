@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from ellzero.experiments.train.stepping.step import meant_in_float32
+from ellzero.experiments.train.stepping.faster import meant_in_float32
 
 ADVICE = (
     "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. "

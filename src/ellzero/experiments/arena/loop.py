@@ -1,6 +1,7 @@
 """The loop that every method of the arena gets: SGD with momentum, one schedule, the same batches in the same order.
 
-It counts the steps that were taken. It does not know gates, budgets or pruning.
+It counts the steps that were taken. A GPU replays them where only weights move, so that small networks fill it. Gates,
+budgets and pruning are not known here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ellzero.experiments import data
 from ellzero.experiments.data import Tensors
+from ellzero.experiments.train.stepping.faster import Captured
 
 BATCH, RATE, DECAY = 128, 0.1, 5e-4
 
@@ -49,7 +51,11 @@ class Loop:
 
     def optimizer(self, groups: Any) -> torch.optim.Optimizer:
         """What every method trains weights with."""
-        return torch.optim.SGD(groups, lr=RATE, momentum=0.9, nesterov=True)
+        optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9, nesterov=True, fused=self._on_gpu)
+        if self._on_gpu:
+            for group in optimizer.param_groups:  # a step that is replayed reads it each time
+                group["lr"] = torch.tensor(float(group["lr"]), device=self.dataset.device)
+        return optimizer
 
     def train(
         self,
@@ -59,10 +65,12 @@ class Loop:
         *,
         decay: float = DECAY,
         before_step: Callable[[], None] | None = None,
+        still: Callable[[], bool] = lambda: True,
     ) -> nn.Module:
         """Trains a network for some of the epochs, with a schedule of their own: a tenth of warm-up, then a cosine.
 
-        Without an optimizer all parameters get the usual one; `before_step` is called between backward and step.
+        Without an optimizer all parameters get the usual one; `before_step` is called between backward and step. A GPU
+        replays the step from when `still` says that only weights move; one with something before it is not replayed.
         """
         if self._epoch + epochs > self.epochs:
             raise ValueError(f"`epochs` must be at most the {self.epochs - self._epoch} that are left, got {epochs}")
@@ -73,16 +81,24 @@ class Loop:
             optimizer, lambda k: min(1, (k + 1) / warm) * (1 + math.cos(math.pi * k / max(1, total))) / 2
         )
         network.train()
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(network(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            if before_step is not None:
+                before_step()
+            optimizer.step()
+            return loss.detach()
+
+        replayed: Captured | None = None
         self._wait()
         start = time.perf_counter()
         for _ in range(epochs):
             for x, y in self._batches():
-                loss = F.cross_entropy(network(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                if before_step is not None:
-                    before_step()
-                optimizer.step()
+                if replayed is None and self._on_gpu and before_step is None and still():
+                    replayed = Captured(step)
+                (replayed or step)(x, y)
                 rates.step()
                 self.taken += 1
         self._wait()
@@ -107,8 +123,12 @@ class Loop:
         for x, y in zip(images.split(BATCH), labels.split(BATCH), strict=True):
             yield self.dataset.inputs(x, standard=True), y
 
+    @property
+    def _on_gpu(self) -> bool:
+        return self.dataset.device.type == "cuda"
+
     def _wait(self) -> None:
-        if self.dataset.device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.synchronize()
 
     @torch.no_grad()

@@ -18,8 +18,9 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import building, fitting, policy
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.stepping.batches import Supply
+from ellzero.experiments.train.stepping.faster import Captured
 from ellzero.experiments.train.stepping.stack import Objective, Runs
-from ellzero.experiments.train.stepping.step import Average, Captured, Step, make_optimizer
+from ellzero.experiments.train.stepping.step import Average, Step, make_optimizer
 from ellzero.gated.module import Gated
 from ellzero.graph.plan import Plan
 from ellzero.out import shrinking

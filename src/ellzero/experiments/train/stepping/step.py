@@ -1,4 +1,4 @@
-"""One step of every run: draw, run, add the objective, backward, descend, ascend, average; on a GPU made faster.
+"""One step of every run: draw, run, add the objective, backward, descend, ascend, average.
 
 This is the loop of the README, for a stack. It knows batches and noise as tensors; it does not know epochs or files.
 """
@@ -6,10 +6,8 @@ This is the loop of the README, for a stack. It knows batches and noise as tenso
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any, final
 
 import torch
@@ -17,13 +15,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ellzero.experiments.recipe import Recipe
+from ellzero.experiments.train.stepping.faster import compiled
 from ellzero.experiments.train.stepping.stack import Objective, Runs
 from ellzero.objectives.estimating import still_statistics
 from ellzero.objectives.extragradient import looking_ahead
 from ellzero.objectives.following import length
 from ellzero.objectives.lagrangian import Lagrangian
-
-_WARM = 3  # steps as they are before one is captured: until then kernels are chosen and memory is found
 
 
 @final
@@ -201,74 +198,3 @@ class Step:
         """The optimizer's group of the weights: they have one rate."""
         own = next(value for name, value in self.runs.values().items() if name.startswith("network.model."))
         return next(g for g in self.optimizer.param_groups if any(p is own for p in g["params"]))
-
-
-# ---------------------------------------------------------------- faster on a GPU
-
-
-def compiled(method: Any) -> Any:
-    """A method compiled by itself: torch gives up on a piece of code that was compiled eight times for others."""
-    function = method.__func__
-    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    run = torch.compile(MethodType(own, method.__self__), dynamic=False)
-
-    def quiet(*args: Any) -> Any:
-        with meant_in_float32():
-            return run(*args)
-
-    return quiet
-
-
-@contextmanager
-def meant_in_float32() -> Iterator[None]:
-    """Silences torch's advice to round products of matrices to TensorFloat32, which it gives while it compiles.
-
-    A recipe in float32 means float32: its numbers are those of a CPU to rounding. Who wants speed takes bfloat16.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication", UserWarning)
-        yield
-
-
-@contextmanager
-def _fastest_convolutions() -> Iterator[None]:
-    """Lets cuDNN try which algorithm is fastest, in the few steps before one is captured."""
-    flags = torch.backends.cudnn
-    before, flags.benchmark = flags.benchmark, True
-    try:
-        yield
-    finally:
-        flags.benchmark = before
-
-
-@final
-class Captured:
-    """A step on a GPU: a few times as it is, then captured as a CUDA graph and replayed, all its kernels at one launch.
-
-    It takes tensors of the same shapes each time and returns one, which the next call overwrites.
-    """
-
-    def __init__(self, step: Callable[..., Tensor]) -> None:
-        self.step, self.warm = step, 0
-        self.captured: tuple[torch.cuda.CUDAGraph, list[Tensor], Tensor] | None = None
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        if self.warm < _WARM:
-            self.warm += 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side), _fastest_convolutions():
-                out = self.step(*inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            return out
-        if self.captured is None:
-            static = [t.clone() for t in inputs]
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph), _fastest_convolutions():
-                out = self.step(*static)
-            self.captured = graph, static, out
-        graph, static, out = self.captured
-        for own, new in zip(static, inputs, strict=True):
-            own.copy_(new)
-        graph.replay()
-        return out
