@@ -35,6 +35,13 @@ def encoder() -> nn.Module:
     )
 
 
+def test_a_norm_behind_another_of_torchs_layer_keeps_its_mean() -> None:
+    """Without gradients the layer takes a path past its norms, where a second one without a mean is not seen."""
+    layer = settled(nn.Sequential(nn.Linear(3, 8), nn.TransformerEncoderLayer(8, 2, 5, batch_first=True)))
+    with pytest.raises(ValueError, match="written by more than a linear map"):
+        l0.centred(layer, draw(2, 5, 3))
+
+
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.graph.plan import Plan
 from ellzero.out.compaction import CompactionError
+from support import formers
 from support.oracles import assert_same, counted_macs, numel, set_gates, settled
 from support.wild import judged
 
@@ -284,6 +285,13 @@ def test_wild_networks_are_exact_or_refused() -> None:
     outcomes = dict(
         judged(seed) for seed in (1001, 1005, 1017, 1020, 1037, 1051, 5027, 5082, 5099, 5108, 2008465, 2009326, 3003214)
     )
+    assert outcomes.keys() <= {"exact", "refused", "nothing left"}, outcomes
+
+
+@pytest.mark.slow
+def test_random_transformers_are_exact_or_refused() -> None:
+    """A few of those that `tools/fuzz.py --transformers` draws. The last two failed or were wrong once."""
+    outcomes = dict(formers.judged(seed) for seed in (2, 44, 53))
     assert outcomes.keys() <= {"exact", "refused", "nothing left"}, outcomes
 
 
