@@ -122,6 +122,22 @@ def test_norms_of_ones_own(bias: bool) -> None:
     assert_same(small(x), theirs(x))
 
 
+def test_hooks_on_norms_of_ones_own_stay() -> None:
+    model, x, seen = settled(OwnStream(bias=True)), draw(4, 3), []
+    model.norm.register_forward_hook(lambda m, args, out: seen.append(out))
+    model.last.register_forward_pre_hook(lambda m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    found = l0.centred(model, draw(2, 3))
+    seen.clear()
+    assert_same(found(x), model(x))
+    assert len(seen) == 2
+    assert_same(*seen)
+    plain = settled(OwnStream(bias=True))
+    assert not torch.allclose(plain(x), model(x))
+    model.last.register_state_dict_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="`last` has hooks on its state"):
+        l0.centred(model, draw(2, 3))
+
+
 def test_more_than_a_norm_is_refused() -> None:
     with pytest.raises(ValueError, match="`norm` is read beside it, or written by more than a linear map"):
         l0.centred(settled(OwnStream(bias=True, scale=1.5)), draw(2, 3))

@@ -213,17 +213,20 @@ class Slim(nn.Module):
 
     def show(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The forward pre-hook of the module."""
-        self.meant = x = first_tensor(args, kwargs)
-        if torch.compiler.is_compiling():
-            self.shown = self._outline(x)
-        else:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():  # it is no step of the forward
-                self.shown = self._outline(x)
-        return self._instead(x, self.shown, args, kwargs)
+        x = first_tensor(args, kwargs)
+        if torch.compiler.is_compiling():  # which takes no attribute of a tensor, and nobody else runs the module
+            self.meant, self.shown = x, self._outline(x)
+            return _instead(args, kwargs, lambda given: self.shown if given is x else given)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():  # it is no step of the forward
+            shown = self._outline(x).requires_grad_(x.requires_grad)
+        setattr(shown, _MEANT, x)  # there, and not here: other threads may run the module, and a backward run it again
+        return _instead(args, kwargs, lambda given: shown if given is x else given)
 
     def read(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The forward pre-hook of the layers in the module."""
-        return self._instead(self.shown, self.meant, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _instead(args, kwargs, lambda given: self.meant if given is self.shown else given)
+        return _instead(args, kwargs, _meant)
 
     def forget(self, module: nn.Module, args: Any, out: Any) -> None:
         """The forward hook of the module."""
@@ -237,9 +240,24 @@ class Slim(nn.Module):
     def extra_repr(self) -> str:
         return f"whole={self.whole}, width={self.width}"
 
-    def _instead(self, a: Any, b: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        there = tuple(b if given is a else given for given in args)
-        return there, {name: b if given is a else given for name, given in kwargs.items()}
+
+_MEANT = "_ellzero_meant"  # where a tensor that is shown has the one that it stands for
+
+
+def _meant(given: Any) -> Any:
+    """What a tensor that is shown stands for; another one itself."""
+    meant = getattr(given, _MEANT, None)
+    if meant is not None or not isinstance(given, Tensor):
+        return given if meant is None else meant
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        if given.numel() and not any(given.stride()) and bool(given.flatten()[0].isnan()):  # shown, and copied since
+            what = "activation checkpointing inside attention that has lost heads"
+            raise RuntimeError(f"{what} must have `use_reentrant=False`")
+    return given
+
+
+def _instead(args: tuple[Any, ...], kwargs: dict[str, Any], of: Any) -> tuple[Any, dict[str, Any]]:
+    return tuple(map(of, args)), {name: of(given) for name, given in kwargs.items()}
 
 
 SLIM = "slim"  # where a module has its `Slim`

@@ -168,6 +168,11 @@ def _subtract_none(model: nn.Module, norm: Norm) -> None:
         return
     new = RootMeanSquare(len(norm.units), norm.eps, device="meta").train(module.training)
     new.weight, new.bias = (dict(module.named_parameters()).get(key) for key in ("weight", "bias"))  # type: ignore[assignment]
+    for key, hooks in vars(module).items():
+        if "_hook" in key and "state_dict" in key and hooks:
+            raise ValueError(f"`{norm.module}` has hooks on its state, which another module would not have")
+        if "_hook" in key:
+            setattr(new, key, hooks)
     model.set_submodule(norm.module, new)
 
 
