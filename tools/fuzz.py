@@ -1,8 +1,9 @@
 """Gates and compacts random networks, and prints how many came out exact, refused at `attach`, wrong, failed after it.
 
-    python tools/fuzz.py --count 500 --seed 0 [--as-large]
+    python tools/fuzz.py --count 500 --seed 0 [--transformers] [--as-large]
 
-The networks and the oracle are in `tests/support/wild.py`. What was wrong or failed is printed with its seed.
+The networks and the oracle are in `tests/support/wild.py`, transformers in `tests/support/formers.py`. What was wrong
+or failed is printed with its seed.
 """
 
 import argparse
@@ -17,7 +18,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 import torch  # noqa: E402
 
 from ellzero.graph.trials import running  # noqa: E402
-from support.wild import judged  # noqa: E402
+from support import formers, wild  # noqa: E402
 
 
 def main() -> int:
@@ -25,6 +26,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="how many networks (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one (default: %(default)s)")
     parser.add_argument("--show", action="store_true", help="say something about every network")
+    parser.add_argument("--transformers", action="store_true", help="draw transformers")
     parser.add_argument("--as-large", action="store_true", help="try as little as with a large network")
     args = parser.parse_args()
     if args.as_large:
@@ -34,7 +36,7 @@ def main() -> int:
     start = time.monotonic()
     try:
         for seed in range(args.seed, args.seed + args.count):
-            outcome, about = judged(seed)
+            outcome, about = (formers if args.transformers else wild).judged(seed)
             found[outcome] += 1
             if args.show or outcome in ("wrong", "failed"):
                 print(f"{outcome}: {about}", flush=True)

@@ -819,6 +819,7 @@ def test_report_is_that_of_the_library(run: Run, home: Path, network: Gated, mon
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:no gate has moved")  # nobody has trained it
 def test_a_stack_asks_which_run_is_meant(run: Run, tmp_path: Path) -> None:
     recipes = [SMALL, SMALL.override(name="other", seed=1, at_most=0.5)]
     folder = Folder.create(tmp_path / "stack", recipes, {"command": "ellzero reproduce table"})

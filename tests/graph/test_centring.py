@@ -35,6 +35,13 @@ def encoder() -> nn.Module:
     )
 
 
+def test_a_norm_behind_another_of_torchs_layer_keeps_its_mean() -> None:
+    """Without gradients the layer takes a path past its norms, where a second one without a mean is not seen."""
+    layer = settled(nn.Sequential(nn.Linear(3, 8), nn.TransformerEncoderLayer(8, 2, 5, batch_first=True)))
+    with pytest.raises(ValueError, match="written by more than a linear map"):
+        l0.centred(layer, draw(2, 5, 3))
+
+
 def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
@@ -113,6 +120,22 @@ def test_norms_of_ones_own(bias: bool) -> None:
     theirs = masked_by_hand(theirs, {"up": z["up"]}, {"up": {"down": each(1)}})
     assert_same(gated(x), theirs(x))
     assert_same(small(x), theirs(x))
+
+
+def test_hooks_on_norms_of_ones_own_stay() -> None:
+    model, x, seen = settled(OwnStream(bias=True)), draw(4, 3), []
+    model.norm.register_forward_hook(lambda m, args, out: seen.append(out))
+    model.last.register_forward_pre_hook(lambda m, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    found = l0.centred(model, draw(2, 3))
+    seen.clear()
+    assert_same(found(x), model(x))
+    assert len(seen) == 2
+    assert_same(*seen)
+    plain = settled(OwnStream(bias=True))
+    assert not torch.allclose(plain(x), model(x))
+    model.last.register_state_dict_post_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="`last` has hooks on its state"):
+        l0.centred(model, draw(2, 3))
 
 
 def test_more_than_a_norm_is_refused() -> None:

@@ -399,8 +399,9 @@ ELSEWHERE = {
     "unsafe_chunk",
     "unsafe_split",
     "view_as",
+    "response_norm",
     "with_shares",
-}  # random, recurrent (test_compact), for routers (test_routing), or other names of what torch.export rewrites
+}  # random, recurrent (test_compact), of our own (test_routing, test_response_norms), or other names
 
 
 def test_every_rule_has_an_oracle() -> None:

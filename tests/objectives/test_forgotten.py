@@ -1,5 +1,6 @@
 """A loop that forgets something hears of it: loops that make one mistake each, and the right one, which hears none."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -126,3 +127,18 @@ def test_a_network_without_batch_norm_has_no_statistics_to_speak_of() -> None:
     gated = attached()
     assert loop(gated, l0.Penalty(l0.l0_norm, 0.0), 3) == []
     gated.eval()
+
+
+def test_gates_that_nothing_has_moved_are_noticed() -> None:
+    """Whatever happened to them but learning: nobody knows then what can go."""
+    gated = attached()
+    for untouched in (gated, copy.deepcopy(gated).double(), gated.train(), gated.eval()):
+        untouched(X.to(next(untouched.parameters())))
+        with pytest.warns(UserWarning, match="no gate has moved since `attach`"):
+            l0.compact(untouched)
+    again = copy.deepcopy(gated)
+    with torch.no_grad():
+        gated.gates["0"].log_alpha[3] += 1
+    l0.compact(gated)
+    again.load_state_dict(gated.state_dict())
+    l0.compact(again)

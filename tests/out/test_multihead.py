@@ -214,6 +214,18 @@ def test_heads_go_where_positions_are_learned() -> None:
 
 
 @pytest.mark.slow
+def test_a_layer_of_torch_without_feed_forward_takes_no_shortcut_past_it() -> None:
+    gated = l0.attach(settled(Positions()), draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"layer.linear1": list(range(7))})
+    small: Any = l0.compact(gated)
+    hand: Any = by_hand(gated.model, {"layer.self_attn": z["layer.self_attn"]})
+    with torch.no_grad():
+        hand.layer.linear2.weight.zero_()
+        assert_same(small(draw(3, 5, 8)), hand(draw(3, 5, 8)))
+    assert type(small.layer.linear1).__name__ == "Closed"
+
+
+@pytest.mark.slow
 def test_layers_of_torch() -> None:
     model = settled(Stack())
     gated = l0.attach(model, (draw(2, 5, 8), draw(2, 3, 8))).eval()

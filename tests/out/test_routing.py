@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph import ClosedAxisError
+from support.formers import Mixture
 from support.oracles import assert_counted, assert_same, set_gates, settled
 
 
@@ -170,3 +171,22 @@ def test_a_mixtral_without_an_expert_is_a_stock_one_with_one_less(tmp_path: Path
     small.model.layers[0].mlp.gate.shares.open[1] = 0.5
     with pytest.raises(ValueError, match=r"layers.0.mlp.gate.shares` must all be 1 to be left out, got \[1.0, 0.5"):
         save_pretrained(small, tmp_path / "other")
+
+
+class Normed(nn.Module):
+    """A mixture that is added to what it reads, with a norm behind the sum: there twice the input is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mixture, self.norm = nn.Linear(8, 8), Mixture(8, 6, 4, 2, "whole"), nn.RMSNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.norm(x + self.mixture(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_a_mixture_without_units_is_still_one() -> None:
+    """Its module is no layer that an identity could stand for, though nothing shows behind such a norm."""
+    gated = l0.attach(settled(Normed()), draw(2, 5, 8))
+    assert [axis.can_vanish for axis in gated.axes if axis.name == "mixture"] == [False]

@@ -6,14 +6,17 @@ other batches and lengths than the example's.
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ellzero as l0
 from ellzero.graph.plan import make_plan
@@ -146,6 +149,54 @@ def test_copies_files_programs_and_gradients_are_of_the_same_network(tmp_path: P
     assert_same(*slopes)
     with pytest.raises(ValueError, match="the input must have width 8"):
         small[0].attn(draw(2, 5, 6))
+
+
+@pytest.mark.slow
+def test_threads_that_run_one_network_do_not_mix_up_their_inputs() -> None:
+    """As `DataParallel` does, whose replicas share their hooks: all are shown an input before one reads its own."""
+    _, gated = made()
+    set_gates(gated, {"0.attn.c_attn": [1]})
+    small: Any = l0.compact(gated)
+    inputs = [draw(3, 7, WIDTH), draw(2, 7, WIDTH), draw(3, 5, WIDTH)]
+    alone, meet = [small(x) for x in inputs], Barrier(len(inputs))
+    small[0].attn.register_forward_pre_hook(lambda *_: (meet.wait(60), None)[1])
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        together = list(threads.map(lambda x: small(x), inputs))
+    for a, b in zip(alone, together, strict=True):
+        assert_same(a, b)
+
+
+class Recomputed(CausalSelfAttention):
+    """A forward that computes a part of itself again on its way back."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        made: Any = checkpoint(self.c_attn, x, use_reentrant=self.reentrant)
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in made.split(self.n_embd, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous().view(B, T, C)
+        return self.c_proj(y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_a_part_that_is_computed_again_reads_the_same_input() -> None:
+    """Slopes against those of a copy masked by hand, of which nothing is computed again."""
+    model = settled(nn.Sequential(Block(Recomputed())))
+    gated = l0.attach(model, draw(2, 5, WIDTH)).eval()
+    z = set_gates(gated, {"0.attn.c_attn": [0, 2]})
+    small: Any = l0.compact(gated)
+    by_hand = masked_by_hand(model, z, {"0.attn.c_attn": {"0.attn.c_proj": each(2)}})
+    slopes = [
+        torch.autograd.grad(net(x).square().sum(), x)[0]
+        for net in (small, by_hand)
+        for x in [draw(3, 7, WIDTH).requires_grad_()]
+    ]
+    assert_same(*slopes)
+    small[0].attn.reentrant = True
+    out = small(draw(3, 7, WIDTH).requires_grad_())
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        out.sum().backward()
 
 
 def test_a_removal_can_go_on_and_be_undone() -> None:

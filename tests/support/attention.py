@@ -103,6 +103,10 @@ class Attention(nn.Module):
         return torch.cat([a, rest], -1) if rest.shape[-1] else a
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return x + self.branch(x, other)
+
+    def branch(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        """What is added to the input."""
         b, t, _ = x.shape
         q, k, v = self.made(x, x if other is None else other)
         q, k = self.norm(q), self.norm(k)
@@ -120,4 +124,4 @@ class Attention(nn.Module):
             some: dict[str, Any] = {"enable_gqa": True} if self.num_kv_heads < self.num_heads else {}
             some |= {"is_causal": True} if self.mask == "causal" else {"attn_mask": mask}
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 * self.training, **some)
-        return x + self.out(y.transpose(1, 2).reshape(b, t, self.inner))
+        return self.out(y.transpose(1, 2).reshape(b, t, self.inner))  # type: ignore[no-any-return]

@@ -458,16 +458,23 @@ def judged(seed: int) -> tuple[Outcome, str]:
             gated = l0.attach(model, example, where=where).eval()
     except ValueError as error:
         return "refused", f"{about}: {error}"
+    return compared(gated, example, inputs(5, ones=False), seed, about, fine=dtype == torch.float64)
+
+
+def compared(
+    gated: l0.Gated, example: tuple[Tensor, ...], others: tuple[Tensor, ...], seed: int, about: str, fine: bool
+) -> tuple[Outcome, str]:
+    """Closes gates and compacts: what comes out on other inputs, and what it costs, must be the same."""
     try:
-        return _judged(gated, example, inputs(5, ones=False), seed, about, fine=dtype == torch.float64)
+        return _compared(gated, example, others, seed, about, fine)
     except l0.graph.ClosedAxisError:
         return "nothing left", about
     except Exception as error:
         return "failed", f"{about}: {type(error).__name__}: {error}"
 
 
-def _judged(
-    gated: l0.Gated, example: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor], seed: int, about: str, fine: bool
+def _compared(
+    gated: l0.Gated, example: tuple[Tensor, ...], others: tuple[Tensor, ...], seed: int, about: str, fine: bool
 ) -> tuple[Outcome, str]:
     numbers = np.random.default_rng(seed)
     closed = {}

@@ -87,7 +87,7 @@ class Gated(Asking):
         if self.on_activations:
             both = self._masks, self._targets
             masking.refuse_other_function(model, self.example_inputs, *both, self._gates(), self.tables)
-        self.training = model.training
+        self.training, self._begun = model.training, self._sums()
         self.show()
 
     @property

@@ -192,7 +192,7 @@ class Norm:
     """A norm over all units of an axis, x/√(Σx²/D + eps) · weight.
 
     With k of its D units left, it divides by k. The same comes out if its weight is √(D/k) times as large, and its eps
-    D/k times.
+    D/k times. Of a response norm, which takes no root, the weight is D/k times as large.
 
     Args:
         module: whose forward it is in.
@@ -202,6 +202,7 @@ class Norm:
         offset: what the forward adds to the weight, as 1 in Gemma.
         centres: whether it subtracts a mean first, as LayerNorm does; then no unit can go.
         eps: of a norm that does.
+        power: of D/k, by which its weight becomes larger.
     """
 
     module: str
@@ -211,6 +212,7 @@ class Norm:
     offset: float = 0.0
     centres: bool = False
     eps: float = 0.0
+    power: float = 0.5
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -39,11 +38,12 @@ class Shrunk:
     offset: float
     was: int
     now: int
+    power: float = 0.5
 
     @property
     def scale(self) -> float:
         """How much larger its weight becomes."""
-        return sqrt(self.was / self.now)
+        return float((self.was / self.now) ** self.power)
 
     def scaled(self, weight: Tensor) -> Tensor:
         """The weight with which the norm over what is left gives what that over all gave, where all else is zero."""
@@ -414,7 +414,11 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
         sizes[s.module, s.attribute] = len(here) // len(heads), int(here.sum()) // int(heads.sum() or 1)
     sizes = {place: (was, now) for place, (was, now) in sizes.items() if was != now}
     norms = (
-        Shrunk(n.module, n.attribute, n.weight, n.offset, len(n.units), int((kept[n.units] | (n.units < 0)).sum()))
+        Shrunk(
+            *(n.module, n.attribute, n.weight, n.offset, len(n.units)),
+            now=int((kept[n.units] | (n.units < 0)).sum()),
+            power=n.power,
+        )
         for n in graph.norms
     )
     changed = tuple(n for n in norms if n.was != n.now)

@@ -1,7 +1,7 @@
 """What stands in for a part that was taken out: `Select` picks inputs, `Scatter` places outputs, `Closed` is a layer of
 which nothing is left, `Nothing` a module of a block that is gone, `FewerHeads` is an `nn.MultiheadAttention` whose
 heads are not its width any more, `Slim` lets attention of one's own have fewer heads than its input is wide.
-`RootMeanSquare` is an `nn.LayerNorm` that subtracts no mean.
+`RootMeanSquare` is an `nn.LayerNorm` that subtracts no mean, `ResponseNorm` a response norm that keeps its eps.
 """
 
 from __future__ import annotations
@@ -132,9 +132,11 @@ def put_closed(model: nn.Module, path: str, outputs: int | None = None) -> None:
 
 
 def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
-    parent, _, key = path.rpartition(".")
+    parent, key = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
     new.train(model.get_submodule(path).training)
-    setattr(model.get_submodule(parent), key, new)
+    setattr(parent, key, new)
+    if isinstance(parent, nn.TransformerEncoderLayer):
+        parent.activation_relu_or_gelu = 0  # so says one with an activation of your own, and takes no shortcut
 
 
 @final
@@ -182,9 +184,7 @@ def put_nothing(model: nn.Module, path: str, number: int) -> None:
     """Replaces a module of a block that is gone: by a `Closed` with so many outputs if it is a linear layer or a
     convolution, else by a `Nothing` with so many.
     """
-    layer, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        parent.activation_relu_or_gelu = 0  # so says one with an activation of your own, and takes no shortcut
+    layer = model.get_submodule(path)
     if isinstance(layer, CONTRACTING):
         _replace(model, path, Closed(layer, number, silent=True))
     else:
@@ -213,17 +213,20 @@ class Slim(nn.Module):
 
     def show(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The forward pre-hook of the module."""
-        self.meant = x = first_tensor(args, kwargs)
-        if torch.compiler.is_compiling():
-            self.shown = self._outline(x)
-        else:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():  # it is no step of the forward
-                self.shown = self._outline(x)
-        return self._instead(x, self.shown, args, kwargs)
+        x = first_tensor(args, kwargs)
+        if torch.compiler.is_compiling():  # which takes no attribute of a tensor, and nobody else runs the module
+            self.meant, self.shown = x, self._outline(x)
+            return _instead(args, kwargs, lambda given: self.shown if given is x else given)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():  # it is no step of the forward
+            shown = self._outline(x).requires_grad_(x.requires_grad)
+        setattr(shown, _MEANT, x)  # there, and not here: other threads may run the module, and a backward run it again
+        return _instead(args, kwargs, lambda given: shown if given is x else given)
 
     def read(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The forward pre-hook of the layers in the module."""
-        return self._instead(self.shown, self.meant, args, kwargs)
+        if torch.compiler.is_compiling():
+            return _instead(args, kwargs, lambda given: self.meant if given is self.shown else given)
+        return _instead(args, kwargs, _meant)
 
     def forget(self, module: nn.Module, args: Any, out: Any) -> None:
         """The forward hook of the module."""
@@ -237,9 +240,24 @@ class Slim(nn.Module):
     def extra_repr(self) -> str:
         return f"whole={self.whole}, width={self.width}"
 
-    def _instead(self, a: Any, b: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        there = tuple(b if given is a else given for given in args)
-        return there, {name: b if given is a else given for name, given in kwargs.items()}
+
+_MEANT = "_ellzero_meant"  # where a tensor that is shown has the one that it stands for
+
+
+def _meant(given: Any) -> Any:
+    """What a tensor that is shown stands for; another one itself."""
+    meant = getattr(given, _MEANT, None)
+    if meant is not None or not isinstance(given, Tensor):
+        return given if meant is None else meant
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        if given.numel() and not any(given.stride()) and bool(given.flatten()[0].isnan()):  # shown, and copied since
+            what = "activation checkpointing inside attention that has lost heads"
+            raise RuntimeError(f"{what} must have `use_reentrant=False`")
+    return given
+
+
+def _instead(args: tuple[Any, ...], kwargs: dict[str, Any], of: Any) -> tuple[Any, dict[str, Any]]:
+    return tuple(map(of, args)), {name: of(given) for name, given in kwargs.items()}
 
 
 SLIM = "slim"  # where a module has its `Slim`
@@ -270,6 +288,43 @@ class RootMeanSquare(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         out = F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
         return out if self.bias is None else out + self.bias
+
+
+_LIBRARY = torch.library.Library("ellzero", "FRAGMENT")
+_LIBRARY.define("response_norm(Tensor x, Tensor weight, Tensor bias, float eps, int dim) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "response_norm", "CompositeImplicitAutograd")
+def _response_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dim: int) -> Tensor:
+    space = [d for d in range(1, x.ndim) if d != dim % x.ndim]
+    size = torch.linalg.vector_norm(x, 2, space, keepdim=True)
+    out: Tensor = weight * (x * (size / (size.mean(dim, keepdim=True) + eps))) + bias + x
+    return out
+
+
+@final
+class ResponseNorm(nn.Module):
+    """The global response norm of ConvNeXt V2, under the keys of the module that it stands for.
+
+    Args:
+        members: its parameters by name.
+        weight: the name of the one that it multiplies by.
+        bias: that of the one that it adds.
+        eps: what it adds to the mean.
+        dim: where its channels lie, -1 or 1.
+    """
+
+    def __init__(self, members: dict[str, nn.Parameter], weight: str, bias: str, eps: float, dim: int) -> None:
+        super().__init__()
+        for name, parameter in members.items():
+            self.register_parameter(name, parameter)
+        self.weighs, self.adds, self.eps, self.dim = weight, bias, eps, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = [-1 if d == self.dim % x.ndim else 1 for d in range(x.ndim)]
+        weight, bias = (getattr(self, name).reshape(shape) for name in (self.weighs, self.adds))
+        out: Tensor = torch.ops.ellzero.response_norm(x, weight, bias, self.eps, self.dim)
+        return out
 
 
 @final

@@ -101,12 +101,14 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
     refuse_sharded(gated)
     refuse_replaced(gated.model, gated.graph, gated.placements)
     gated.warn_of_noise()
-    if gated.drawn and bool(gated.opens().all()):
-        warn("every gate is open, so that nothing gets smaller: train longer, with a larger penalty, or under a budget")
     plan = gated.plan().beyond(gated.taken)
     if verify:
         with telling():
             _prove(gated, plan)
+    if not gated.has_learned():
+        warn("no gate has moved since `attach`, so that nothing was learned about what can go: train first")
+    elif gated.drawn and bool(gated.opens().all()):
+        warn("every gate is open, so that nothing gets smaller: train longer, with a larger penalty, or under a budget")
     small = fold(gated)
     plan.apply(small)
     return small

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from ellzero.gated.base.fixing import Fixing
@@ -30,6 +31,7 @@ class Asking(Fixing):
     gates: nn.ModuleDict
     tables: dict[str, Tensor]
     _assumed: Tensor | None
+    _begun: tuple[int, ...] = ()
 
     def _gates(self) -> list[AbstractGate]:
         # Each step asks several times: past the look-up of attributes, which is Python.
@@ -43,6 +45,14 @@ class Asking(Fixing):
         """Splits a tensor with one entry per gate, such as `opens()`, by placement: each part in its gates' shape."""
         parts: Sequence[Tensor] = flat.split([gate.shape.numel() for gate in self._gates()])
         return {name: part.reshape(gate.shape) for (name, gate), part in zip(self.named_gates(), parts, strict=True)}
+
+    def has_learned(self) -> bool:
+        """Whether gates are others than `attach` made, whoever moved them; or have no parameters that tell."""
+        return not self._begun or self._begun != self._sums()
+
+    def _sums(self) -> tuple[int, ...]:
+        """Of each parameter of the gates the sum of its numbers' bits: exact, in another type and on a GPU too."""
+        return tuple(int(p.detach().float().contiguous().view(torch.int32).sum()) for p in self.gates.parameters())
 
     def slices(self) -> Iterator[slice]:
         """Where the gates of each placement are in a flat tensor."""

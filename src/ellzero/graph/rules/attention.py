@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ellzero.graph import values
+from ellzero.graph.axes import Graph
 from ellzero.graph.rules.call import Call, couples
 from ellzero.graph.rules.products import matmul
 from ellzero.graph.values import Value
@@ -44,3 +45,9 @@ def attention(
     out = matmul(call, weights, v)
     assert isinstance(out, Value)
     return replace(out, why=f"the output of {call.where}")
+
+
+def attended(graph: Graph) -> set[int]:
+    """The units that torch's own attention gives out, such as heads: without any it ends the process on a GPU."""
+    made = [layout for step in graph.steps if step.op == "scaled_dot_product_attention" for _, layout in step.made]
+    return {unit for layout in made for units in layout.values() for unit in units.ravel().tolist() if unit >= 0}

@@ -41,6 +41,8 @@ def zero(call: Call, args: list[Any], made: Value) -> Zero:
     if given[0].zero in ("low", "share"):
         shares = given[0].zero == "low" and call.op in ("softmax", "_softmax")
         return "share" if shares else given[0].zero if call.op in _MOVES else "no"
+    if call.op == "response_norm":
+        return _summed(call, [], [args[0], args[2]], made)
     if call.op == "scaled_dot_product_attention":
         return _contracted(call, None, args[2], made)
     if call.op in ("matmul", "bmm") and (args[1].source is None or args[1].ndim > 2):
@@ -80,7 +82,8 @@ def _written(call: Call, args: list[Any], made: Value) -> Zero:
 
 def _summed(call: Call, args: list[Any], given: list[Value], made: Value) -> Zero:
     """Zeros are added up to zeros, if all terms have them; a parameter among the terms is closed too."""
-    if any(v.zero == "no" for v in given) or any(isinstance(a, int | float) and a for a in args[: _TERMS[call.op]]):
+    terms = args[: _TERMS.get(call.op)]
+    if any(v.zero == "no" for v in given) or any(isinstance(a, int | float) and a for a in terms):
         return "no"
     for value in given:
         if value.zero == "own":

@@ -51,6 +51,21 @@ def rms_norm(
     return values.elementwise(call.ties, [x, *tensors([weight])], call.shape)
 
 
+@couples("response_norm")
+def response_norm(call: Call, x: Value, weight: Value, bias: Value, eps: float, dim: int) -> Value:
+    """Of each channel over space, by the mean of those of all channels."""
+    dim = axis(dim, x.ndim)
+    out = values.elementwise(call.ties, [x, weight, bias], call.shape)
+    atoms = out.carried.get((dim,))
+    values.freeze(call.ties, out, call.mixes(), [d for d in range(1, x.ndim) if d != dim])
+    if atoms is not None and weight.source is not None:
+        call.looks_at(x, atoms)
+        call.ties.norms.append(Norm(call.module, "eps", weight.source, atoms, power=1.0))
+    else:
+        values.freeze(call.ties, out, call.mixes())
+    return out
+
+
 @dataclass(frozen=True)
 class WrittenOut:
     """A norm that is written out: the parameter that it multiplies by, what is added to that, and its eps."""

@@ -18,6 +18,7 @@ from torch import nn
 from ellzero.graph.axes import Axis, Graph, Norm
 from ellzero.graph.standins import RootMeanSquare
 from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
+from ellzero.graph.trials.responding import response_norms
 from ellzero.graph.trials.running import agree, disturb, outputs, stirred, watched
 
 M = TypeVar("M", bound=nn.Module)
@@ -32,6 +33,7 @@ class _Stream(NamedTuple):
 
 def centred(model: M, example_inputs: Any) -> M:
     """A copy of the model, the same function, whose pre-norm LayerNorms subtract no mean: their streams can shrink.
+    Global response norms (ConvNeXt V2) keep their eps as a number: the channels behind them can go.
 
     Every weight, bias, embedding and parameter that writes such a stream loses its mean over the stream's units. A head
     that shares its weight with the embedding gets one of its own. The norms keep their keys.
@@ -60,6 +62,7 @@ def centred(model: M, example_inputs: Any) -> M:
         graph = trace(model, inputs[1] or inputs[0])
         streams = _streams(model, graph)
         reasons = [_changes(model, graph, stream, inputs) for stream in streams]
+        responses = response_norms(model, graph, inputs)
         good = [stream for stream, reason in zip(streams, reasons, strict=True) if reason is None]
         if good:
             still = _uncentred(trace(_centred(model, graph, good), inputs[1] or inputs[0]))
@@ -68,10 +71,13 @@ def centred(model: M, example_inputs: Any) -> M:
                 f"the units of `{norms[0]}` reach `{still[n]}`" for _, norms in paths for n in norms if n in still
             ]
             good = [stream for stream, norms in paths if still.keys().isdisjoint(norms)]
-    if not good:
+    if not good and not responses:
         first = next((r for r in reasons if r), "it has no LayerNorm along units that its parameters write")
         raise ValueError(f"`model` has no stream whose norms could do without a mean: {first}")
-    return _centred(model, graph, good)
+    out = _centred(model, graph, good)
+    for path, norm in response_norms(out, graph, inputs).items() if responses else ():
+        out.set_submodule(path, norm.train(out.get_submodule(path).training))
+    return out
 
 
 def _centred(model: M, graph: Graph, streams: Sequence[_Stream]) -> M:
@@ -151,7 +157,7 @@ def _centre(model: nn.Module, graph: Graph, stream: _Stream) -> None:
     for norm in stream.norms:
         _subtract_none(model, norm)
     for layer in model.modules():
-        if isinstance(layer, nn.TransformerEncoderLayer) and isinstance(layer.norm1, RootMeanSquare):
+        if isinstance(layer, nn.TransformerEncoderLayer) and RootMeanSquare in (type(layer.norm1), type(layer.norm2)):
             layer.activation_relu_or_gelu = 0  # then it takes no path past its norms
 
 
@@ -162,6 +168,11 @@ def _subtract_none(model: nn.Module, norm: Norm) -> None:
         return
     new = RootMeanSquare(len(norm.units), norm.eps, device="meta").train(module.training)
     new.weight, new.bias = (dict(module.named_parameters()).get(key) for key in ("weight", "bias"))  # type: ignore[assignment]
+    for key, hooks in vars(module).items():
+        if "_hook" in key and "state_dict" in key and hooks:
+            raise ValueError(f"`{norm.module}` has hooks on its state, which another module would not have")
+        if "_hook" in key:
+            setattr(new, key, hooks)
     model.set_submodule(norm.module, new)
 
 

@@ -17,6 +17,8 @@ from torch import nn
 
 from ellzero.graph.axes import Block, Graph, Numbers, Stored
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
+from ellzero.graph.rules.attention import attended
+from ellzero.graph.standins import CONTRACTING
 from ellzero.graph.stored import (
     group_norms,
     groups_of_a_forward,
@@ -100,8 +102,8 @@ def _proven(bench: _Bench) -> Graph:
     bench.graph = graph.with_axes(axes)
     if len(good) < len(survivors):  # what is small by now must be small along these alone
         bench.survives_parts([k for s in good for k in s])
-    attended = _attended(graph)
-    one_stays = {k for k, a in enumerate(axes) if a.closing or bench.among(attended, k)}
+    heads = attended(graph)
+    one_stays = {k for k, a in enumerate(axes) if a.closing or bench.among(heads, k)}
     vanishing, closing = [], {s: bench.closes(s) for s in good + lone if one_stays.isdisjoint(s)}
     for layers in (False, True):  # apart: where no layer goes, a trace tells more
         whole = [s for s, closes in closing.items() if closes is layers]
@@ -168,12 +170,6 @@ def blocks_of(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ..
     bench = _Bench(model, graph.with_blocks(blocks), inputs)
     survive = _sift([(b,) for b in range(len(blocks))], [], bench.survives_blocks, {})
     return tuple(blocks[b] for (b,) in survive)
-
-
-def _attended(graph: Graph) -> set[int]:
-    """The units that torch's own attention gives out, such as heads: without any it ends the process on a GPU."""
-    made = [layout for step in graph.steps if step.op == "scaled_dot_product_attention" for _, layout in step.made]
-    return {unit for layout in made for units in layout.values() for unit in units.ravel().tolist() if unit >= 0}
 
 
 def _together(graph: Graph, axes: Sequence[int]) -> list[Together]:
@@ -357,11 +353,14 @@ class _Bench:
             return strays(self.graph, plan, small, self.inputs, plan.renamed(self.original, small))
 
     def closes(self, axes: Sequence[int]) -> bool | None:
-        """Whether layers go with all units of these axes; None if nothing carries on without them."""
+        """Whether layers go with all units of these axes; None if nothing carries on, or one of them is a mixture."""
         try:
-            return bool(make_plan(self._vanishing(axes), self.without(axes)).closed)
+            closed = make_plan(self._vanishing(axes), self.without(axes)).closed
         except ClosedAxisError:
             return None
+        inside = closed & {step.module for step in self.graph.steps if step.contracts}
+        bare = all(isinstance(self.original.get_submodule(path), CONTRACTING) for path in inside)
+        return bool(closed) if bare else None
 
     def survives_vanishing(self, axes: Sequence[int]) -> str | None:
         try:
