@@ -3,10 +3,10 @@
     python tools/architectures.py [--only Llama T5] [--json results/benchmarks/architectures.json]
 
 Each gets a process of its own, which may take `--limit` seconds. LayerNorms lose their means where they can
-(`l0.centred`), routers get shares (`l0.routed`), gates go on heads, feed-forward layers, experts and streams, random
-units of each are closed, and the compact network is compared with the gated one in float64: on other batches and
-lengths than the example's, and by the tokens that both generate with their caches. "exact" is 1e-9 of the largest
-output, and the same tokens.
+(`l0.centred`), routers get shares (`l0.routed`), heads with slopes get numbers (`l0.numbered`), gates go on heads,
+feed-forward layers, experts and streams, random units of each are closed, and the compact network is compared with the
+gated one in float64: on other batches and lengths than the example's, and by the tokens that both generate with their
+caches. "exact" is 1e-9 of the largest output, and the same tokens.
 """
 
 import argparse
@@ -231,8 +231,9 @@ def judged(name: str) -> Row:
         model, row["centred"] = l0.centred(model, example), True
     except ValueError:
         row["centred"] = False
-    with suppress(ValueError):
-        model = l0.routed(model, example)
+    for prepared in (l0.routed, l0.numbered):
+        with suppress(ValueError):
+            model = prepared(model, example)
     try:
         gated = l0.attach(model, example, where=l0.shrinkable(streams=True)).eval()
     except ValueError as error:

@@ -31,6 +31,7 @@ from ellzero.gates import distributions
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.trials.centring import centred
+from ellzero.graph.trials.numbering import numbered
 from ellzero.graph.trials.routing import routed
 from ellzero.objectives import duals
 from ellzero.objectives.constraint import Constraint
@@ -72,6 +73,7 @@ __all__ = [
     "l2_norm",
     "load",
     "macs",
+    "numbered",
     "params",
     "per_layer",
     "recalibrate",

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import ellzero as l0
 from support.oracles import assert_same, counted_macs, numel, set_gates, settled
@@ -104,8 +105,13 @@ def test_what_was_left_out_is_gated_and_exact(kind: str) -> None:
 @pytest.mark.parametrize("norm", [weight_norm, spectral_norm])
 def test_what_a_normed_weight_reads_is_in_its_norm(norm: Callable[[nn.Module], nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), norm(nn.Linear(6, 3))).double()
-    with pytest.raises(ValueError, match=r"`0`: [^;]* the parametrization of `2.weight`;"):
+    said = (
+        r"`0`: [^;]* the parametrization of `2.weight`;.*; `torch.nn.utils.parametrize.remove_parametrizations` makes"
+    )
+    with pytest.raises(ValueError, match=said):
         l0.attach(model, noise(2, 4))
+    remove_parametrizations(model[2], "weight")  # as it says
+    assert [name for name, _ in l0.attach(model, noise(2, 4)).named_gates()] == ["0"]
 
 
 @pytest.mark.slow

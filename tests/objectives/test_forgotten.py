@@ -142,3 +142,31 @@ def test_gates_that_nothing_has_moved_are_noticed() -> None:
     l0.compact(gated)
     again.load_state_dict(gated.state_dict())
     l0.compact(again)
+
+
+class Pair(nn.Module):
+    """Two inputs through one norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)
+
+    def forward(self, one: torch.Tensor, two: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.b(self.norm(self.a(one) - self.a(two)).relu() * scale)  # type: ignore[no-any-return]
+
+
+def test_statistics_of_a_network_with_several_inputs() -> None:
+    """As a loader gives them, beside labels; a batch that does not fit leaves the statistics as they were."""
+    gated = l0.attach(Pair(), (X, X, 2.0))
+    norm: Any = gated.model.norm
+    one, two = X, X.flip(0) + 1
+    for batch in ((one, two), (one, two, torch.zeros(8)), ((one, two), torch.zeros(8)), {"one": one, "two": two}):
+        norm.reset_running_stats()
+        l0.recalibrate(gated, [batch])
+        seen = gated.model.a(one) - gated.model.a(two)  # gates act behind the norm
+        torch.testing.assert_close(norm.running_mean, seen.mean(0))
+    before = copy.deepcopy(norm.state_dict())
+    with pytest.raises(TypeError, match="missing 1 required"):
+        l0.recalibrate(gated, [(one, two), one])
+    assert all(torch.equal(before[key], value) for key, value in norm.state_dict().items())
+    assert norm.momentum == 0.1

@@ -358,7 +358,7 @@ class Talking(Attention):
     ("kind", "size", "why"),
     [
         (Literal, 2, "`q`: the model does not run with a unit of it removed"),
-        (Sloped, 3, "`q`: it meets the output of `.*could follow in a buffer of the attention"),
+        (Sloped, 3, "`q`: it meets the output of `.*could follow in a buffer of it"),
         (Shown, 3, "`q`: it is the model's output"),
         (Drawing, 3, "`q`: .*draws a number for each of its units"),
         (Talking, 3, "`q`: `mean` mixes its units"),

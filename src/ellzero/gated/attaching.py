@@ -116,13 +116,15 @@ def _refuse_empty(placements: Sequence[Placement], graph: Graph) -> None:
 
 
 def _would_gate(graph: Graph) -> str:
-    """What `shrinkable` would have gates with, in words."""
+    """What `shrinkable` would have gates with, and what else would help, in words."""
     if shrinkable()(graph):
         return "; `where=l0.shrinkable()` has gates here"
     options = (shrinkable(streams=True), shrinkable(parts=True), shrinkable(blocks=True))
     named = [name for name, where in zip(("streams", "parts", "blocks"), options, strict=True) if where(graph)]
     helps = " or ".join(f"`where=l0.shrinkable({name}=True)`" for name in named)
-    return f"; {helps} has gates here" if named else ""
+    computed = any("the parametrization of" in (axis.frozen or "") for axis in graph.axes)
+    plain = "; `torch.nn.utils.parametrize.remove_parametrizations` makes weights plain, which can read fewer units"
+    return (plain if computed else "") + (f"; {helps} has gates here" if named else "")
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:

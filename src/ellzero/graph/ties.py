@@ -130,7 +130,7 @@ def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
             return root
 
 
-OF_EACH_HEAD = ": what each head has of its own, as a slope of ALiBi, could follow in a buffer of the attention"
+OF_EACH_HEAD = ": what a head has of its own, as a slope of ALiBi, could follow in a buffer of it, or by `l0.numbered`"
 SERVING = "each unit goes when all queries have gone that it serves"
 
 

@@ -412,7 +412,14 @@ def _seen(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _lay_out(value: Value, there: Mapping[Dims, Any]) -> None:
-    """Lays units on the dimensions that they lie on in a larger network: of one head, a reshape sees none."""
+    """Lays units on the dimensions that they lie on in a larger network: of one head, a reshape sees none, or takes a
+    batch for it.
+    """
+    free = [dims for dims in there if dims not in value.carried and max(dims) < value.ndim]
+    lone = [g for g, a in value.carried.items() if g not in there and a.size and (a == a.flat[0]).all()]
+    if len(free) == len(lone) == 1 and not set(lone[0]) & set(free[0]):
+        atoms = value.carried.pop(lone[0])
+        value.carried[free[0]] = np.full([value.shape[d] for d in free[0]], atoms.flat[0])
     for dims in there:
         for group in [g for g in value.carried if set(g) < set(dims) and max(dims) < value.ndim]:
             spread = value.carried.pop(group).reshape([value.shape[d] if d in group else 1 for d in dims])

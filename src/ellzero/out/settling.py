@@ -6,6 +6,7 @@ know when gates settle, nor optimizers and loops.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -63,10 +64,11 @@ def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
     Args:
         network: any module, a `Gated` too. Its mode stays.
         batches: what the network is called with: a tensor, a tuple or list whose first entry is one, as a data loader
-            gives, or a dict of keyword arguments.
+            gives, or a dict of keyword arguments. Where the forward needs several inputs, as many entries; or a tuple
+            of them as the first.
 
     Raises:
-        ValueError: `batches` is empty, and there are statistics to gather. Nothing is changed.
+        ValueError: `batches` is empty, and there are statistics to gather. As with any other error, nothing is changed.
     """
     norms = norms_of(network)
     if not norms:
@@ -85,8 +87,8 @@ def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
     finally:
         for module, mode in modes:
             module.training = mode
-            if isinstance(module, Gated):
-                module.noisy = False
+    for module in (m for m in network.modules() if isinstance(m, Gated)):
+        module.noisy = False
 
 
 def norms_of(network: nn.Module) -> list[_BatchNorm]:
@@ -96,14 +98,22 @@ def norms_of(network: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def gathering(norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Gathers their statistics anew, as plain means over the batches that run meanwhile; leaves them in evaluation."""
+    """Gathers their statistics anew, as plain means over the batches that run meanwhile; leaves them in evaluation. An
+    error gives them back.
+    """
     momenta = [norm.momentum for norm in norms]
+    before = [[b.clone() for b in norm.buffers()] for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean over all batches
         norm.train()
     try:
         yield
+    except BaseException:
+        for norm, was in zip(norms, before, strict=True):
+            for buffer, numbers in zip(norm.buffers(), was, strict=True):
+                buffer.copy_(numbers)
+        raise
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
@@ -114,6 +124,15 @@ def _call(network: nn.Module, batch: Any) -> None:
     device = next(network.parameters()).device
     if isinstance(batch, Mapping):
         network(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
-    else:
-        x = batch[0] if isinstance(batch, tuple | list) else batch
-        network(x.to(device))
+        return
+    entries = batch if isinstance(batch, tuple | list) else [batch]
+    given = entries[0] if isinstance(entries[0], tuple | list) else entries[: _needed(network)]
+    network(*(x.to(device) if isinstance(x, Tensor) else x for x in given))
+
+
+def _needed(network: nn.Module) -> int:
+    """How many inputs a network cannot do without: what comes behind them in a batch are labels."""
+    forward = (network.model if isinstance(network, Gated) else network).forward
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = inspect.signature(forward).parameters.values()
+    return max(1, sum(p.kind in kinds and p.default is p.empty for p in known))
