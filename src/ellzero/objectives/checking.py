@@ -121,6 +121,7 @@ def check_groups(argument: str, what: str, value: object, accepts: Callable[[flo
     return {pattern: check_number(f"{what}, for {pattern!r} too", number, accepts) for pattern, number in value.items()}
 
 
-def check_fractions(at_most: object) -> dict[str | None, float]:
+def check_fractions(at_most: object, argument: str = "at_most") -> dict[str | None, float]:
     """One fraction of the dense cost, under None, or one for each pattern."""
-    return check_groups("at_most", "`at_most` is a fraction of the dense cost in (0, 1]", at_most, lambda x: 0 < x <= 1)
+    what = f"`{argument}` is a fraction of the dense cost in (0, 1]"
+    return check_groups(argument, what, at_most, lambda x: 0 < x <= 1)

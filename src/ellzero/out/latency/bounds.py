@@ -22,14 +22,15 @@ def said(at_most: Mapping[Cost, Bound], named: Mapping[Any, Bound | None]) -> di
     """What each cost may be; the class `Latency` stands for a time that is to be measured.
 
     Raises:
-        ValueError: nothing is said, or no fraction of a time.
+        ValueError: nothing is said, or no fraction.
     """
     bounds = {**at_most, **{cost: bound for cost, bound in named.items() if bound is not None}}
     if not bounds:
         every = "`macs`, `params`, `l0_norm`, `units`, `latency` or `at_most`"
         raise ValueError(f"{every} must say what the network may cost")
-    if Latency in bounds:
-        check_fractions(bounds[Latency])
+    for cost, bound in bounds.items():
+        argument = "latency" if cost is Latency else getattr(cost, "__name__", "")
+        check_fractions(bound, argument if named.get(cost) is not None else "at_most")
     return bounds
 
 
