@@ -56,7 +56,12 @@ class Experts(nn.Module):
         picked = picked.reshape(-1)
         h = torch.bmm(self.up[picked], rows.repeat_interleave(2, 0)[..., None]).squeeze(-1) + self.bias[picked]
         y = torch.bmm(self.down[picked], h.relu()[..., None]).squeeze(-1) * shares.reshape(-1, 1)
-        y = y * (picked[:, None] != 1) if self.scores == "by number" else y
+        if self.scores == "by number":
+            y = y * (picked[:, None] != 1)
+        elif self.scores == "by number, in another order":
+            y = y * (picked[torch.arange(len(picked)).flip(0)][:, None] != 1)
+        elif self.scores == "by two numbers":
+            y = y * self.up[picked, :, picked].sum(1, keepdim=True)
         return self.out(x + y.view(-1, 2, 8).sum(1).view(x.shape))  # type: ignore[no-any-return]
 
 
@@ -119,7 +124,13 @@ def test_gates_learn_and_a_draw_that_closes_all_has_numbers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scores", "why"), [("sigmoid", "`topk` in `router` mixes its units"), ("by number", "`ne` goes by the numbers")]
+    ("scores", "why"),
+    [
+        ("sigmoid", "`topk` in `router` mixes its units"),
+        ("by number", "`ne` goes by the numbers"),
+        ("by number, in another order", "`index` goes by the numbers"),
+        ("by two numbers", "`index` picks units by their number"),
+    ],
 )
 def test_what_goes_by_more_than_the_largest_shares_is_refused(scores: str, why: str) -> None:
     with pytest.raises(ValueError, match=f"no router whose experts could go: {why}"):

@@ -336,7 +336,7 @@ class _Walk:
                 self.ties.in_own_module[value.source] = False
         node.meta["ellzero"] = call
         kept = [v.numbers for v in tensors([result])]
-        for value in tensors(args) if call.op not in PICKS else ():
+        for value in tensors(args[:1] if call.op in PICKS else args):  # the rule looks at what it picks by
             if value.numbers is not None and not any(n is value.numbers for n in kept):
                 self.ties.freeze(value.numbers, f"{call.where} goes by the numbers of its units")
         several = isinstance(node.meta.get("val"), list | tuple)

@@ -196,20 +196,22 @@ def picked(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
     index = rest[0] if call.op == "index" else [*[None] * axis(rest[0], x.ndim), rest[1]]
     dims = [d for d, i in enumerate(index) if i is not None]
     given = tensors([index])
-    if len(dims) == len(given) == 1 and given[0].ndim == len(given[0].carried) == 1 and x.group(dims[0]) is None:
+    told, here = [i.numbers for i in given if i.numbers is not None], x.carried.get(tuple(dims))
+    alone = len(dims) == len(given) == 1
+    if alone and not told and given[0].ndim == len(given[0].carried) == 1 and x.group(dims[0]) is None:
         # Each entry comes by a number of its own, as one of heads that are left: with the number it goes.
         return Value(call.shape, {**x.carried, (dims[0],): given[0].carried[(0,)]}, x.why)
     for numbers in given:
         values.freeze(call.ties, numbers, f"{call.where} uses it as an index")
+    follows = alone and told and here is not None and len(here) == len(told[0])  # as many are there as are told of
+    for atoms in told if not follows else ():
+        call.ties.freeze(atoms, f"{call.where} picks units by their number")
     if not dims or dims[-1] - dims[0] >= len(dims):  # torch puts what is picked in front then
         return unknown(call, [x])
-    told, here = [i.numbers for i in given if i.numbers is not None], x.carried.get(tuple(dims))
-    if told and here is not None and len(dims) == 1 and len(here) == len(told[0]):  # as many are there as are told
+    if follows and here is not None:
         call.ties.tie(here, told[0])
         carried = {g: a for g, a in x.carried.items() if g != (dims[0],)}
     else:
-        for atoms in told:
-            call.ties.freeze(atoms, f"{call.where} picks units by their number")
         carried = values.without(call.ties, x, dims, f"{call.where} picks units by their number")
     shift = len(call.shape) - x.ndim
     carried = {tuple(d + shift * (d > dims[-1]) for d in g): a for g, a in carried.items()}

@@ -1,11 +1,12 @@
-"""Which units a trial takes out: some of each axis, as many of each part that must keep as many.
+"""Which units a trial takes out: some of each axis, as many of each part that must keep as many. And which sets of axes
+pass trials together, by halving: few trials where few fail.
 
 This file knows nothing of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -14,6 +15,8 @@ from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import Mask
 
 HowMuch = Literal["one", "half", "many", "some", "uneven", "most"]
+Together = tuple[int, ...]  # axes of which as many units must stay, by number
+Test = Callable[[Sequence[int]], str | None]  # why axes fail together, if they do
 
 
 def drawn(graph: Graph, left: Mask, axes: Sequence[Sequence[Numbers]], much: HowMuch, seed: int) -> Mask:
@@ -64,3 +67,43 @@ def cells(graph: Graph, span: slice) -> list[Numbers]:
     for unit, numbers in enumerate(place, span.start):
         cells.setdefault(tuple(numbers), []).append(unit)
     return [np.array(cell) for cell in cells.values()]
+
+
+def together(graph: Graph, axes: Sequence[int]) -> list[Together]:
+    """The axes in sets that balances hold together: none of a set can shrink where another one cannot."""
+    of_unit = np.append(np.repeat(np.arange(len(graph.axes)), [a.size for a in graph.axes]), -1)
+    sets = [{k} for k in axes]
+    for balance in graph.balances:
+        held = set(np.unique(of_unit[balance]).tolist())
+        touched = [s for s in sets if s & held]
+        sets = [s for s in sets if not s & held] + ([set.union(*touched)] if touched else [])
+    return sorted(tuple(sorted(s)) for s in sets)
+
+
+def sift(
+    new: Sequence[Together],
+    good: list[Together],
+    test: Test,
+    reasons: dict[int, str],
+) -> list[Together]:
+    """As many of `new` as pass the test together with `good`."""
+    if not new:
+        return good
+    failure = test([k for s in (*good, *new) for k in s])
+    if failure is None:
+        return [*good, *new]
+    if len(new) == 1:
+        reasons.update(dict.fromkeys(new[0], failure))
+        return good
+    middle = len(new) // 2
+    return sift(new[middle:], sift(new[:middle], good, test, reasons), test, reasons)
+
+
+def sifted(
+    new: Sequence[Together], good: list[Together], first: Test, whole: Test, reasons: dict[int, str]
+) -> list[Together]:
+    """The same for a test that is dear, and `first` a part of it that most of what fails does not pass."""
+    if not new or whole([k for s in (*good, *new) for k in s]) is None:
+        return [*good, *new]
+    left = sift(new, good, first, reasons)[len(good) :]
+    return sift(left, good, whole, reasons)

@@ -28,7 +28,7 @@ from ellzero.graph.stored import (
 )
 from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials.blocks import found
-from ellzero.graph.trials.drawing import HowMuch, cells, drawn
+from ellzero.graph.trials.drawing import HowMuch, Together, cells, drawn, sift, sifted, together
 from ellzero.graph.trials.retracing import strays
 from ellzero.graph.trials.running import (
     Coarsest,
@@ -48,7 +48,6 @@ STUCK = "groups and cuts along it let no part of its units go"
 ONE_GROUP = "the groups of its norms make one unit of it, which cannot go as a whole"
 NO_RUN = "the model does not run with a unit of it removed"
 BY_WIDTH = "; a forward that keeps the size of a head in `self`, and lays heads out by it alone, can lose some"
-Together = tuple[int, ...]  # axes of which as many units must stay, by number
 _LEVELS: tuple[HowMuch, ...] = ("many", "some", "most")  # of removal, one after the other
 # From the whole network; all but the last two only where a forward costs next to nothing.
 _FURTHER: tuple[HowMuch, ...] = ("one", "half", "uneven", "uneven", "uneven", "uneven")
@@ -91,12 +90,18 @@ def _proven(bench: _Bench) -> Graph:
     # Whether such a number is a literal shows in no output where a condition hides it: nobody guesses.
     told = [(set(units.tolist()), why) for units, why in groups_of_a_forward(model, graph) if why]
     reasons |= {k: why for units, why in told for k in free if bench.among(units, k)}
-    sets = _together(graph, [k for k in free if k not in reasons])
-    survivors = _sift([s for s in sets if any(graph.axes[k].size > 1 for k in s)], [], bench.survives_parts, reasons)
+    sets = together(graph, [k for k in free if k not in reasons])
+    survivors = sifted(
+        [s for s in sets if any(graph.axes[k].size > 1 for k in s)],
+        [],
+        bench.survives_a_part,
+        bench.survives_parts,
+        reasons,
+    )
     for finds in (numbers_in_settings, parts_of_reshapes, widths_of_inputs):
         survivors = _tried_again([s for s in sets if s not in survivors], survivors, bench, reasons, finds)
     graph = bench.graph
-    good = _sift(survivors, [], bench.keeps_its_way, reasons)
+    good = sift(survivors, [], bench.keeps_its_way, reasons)
     axes = [replace(a, frozen=reasons.get(k, a.frozen)) for k, a in enumerate(graph.axes)]
     lone = [s for s in sets if all(graph.axes[k].size == 1 for k in s)]
     bench.graph = graph.with_axes(axes)
@@ -107,10 +112,10 @@ def _proven(bench: _Bench) -> Graph:
     vanishing, closing = [], {s: bench.closes(s) for s in good + lone if one_stays.isdisjoint(s)}
     for layers in (False, True):  # apart: where no layer goes, a trace tells more
         whole = [s for s, closes in closing.items() if closes is layers]
-        vanishing += _sift(whole, [], bench.survives_vanishing, {})
+        vanishing += sift(whole, [], bench.survives_vanishing, {})
         # Two branches that cannot both go may each go alone.
         vanishing += [s for s in whole if s not in vanishing and bench.survives_vanishing(s) is None]
-    for k in (k for s in _sift(vanishing, [], bench.survives_some_vanishing, {}) for k in s):
+    for k in (k for s in sift(vanishing, [], bench.survives_some_vanishing, {}) for k in s):
         axes[k] = replace(axes[k], can_vanish=True)
     wide = {unit for step, units in group_norms(graph) if step.numbers[0] > 1 for unit in units.tolist()}
     for k in (k for s in lone for k in s if not axes[k].can_vanish and bench.among(wide, k)):
@@ -150,7 +155,7 @@ def _tried_again(
         return replace(before, stored=(*before.stored, *numbers), balances=(*before.balances, *parts))
 
     bench.graph = following(found)
-    out = _sift(again, good, bench.survives_parts, {})
+    out = sifted(again, good, bench.survives_a_part, bench.survives_parts, {})
     passed = [k for s in out for k in s]
     for k in found:
         if k in passed:
@@ -168,38 +173,8 @@ def blocks_of(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ..
     if not blocks:
         return ()
     bench = _Bench(model, graph.with_blocks(blocks), inputs)
-    survive = _sift([(b,) for b in range(len(blocks))], [], bench.survives_blocks, {})
+    survive = sift([(b,) for b in range(len(blocks))], [], bench.survives_blocks, {})
     return tuple(blocks[b] for (b,) in survive)
-
-
-def _together(graph: Graph, axes: Sequence[int]) -> list[Together]:
-    """The axes in sets that balances hold together: none of a set can shrink where another one cannot."""
-    of_unit = np.append(np.repeat(np.arange(len(graph.axes)), [a.size for a in graph.axes]), -1)
-    sets = [{k} for k in axes]
-    for balance in graph.balances:
-        held = set(np.unique(of_unit[balance]).tolist())
-        touched = [s for s in sets if s & held]
-        sets = [s for s in sets if not s & held] + ([set.union(*touched)] if touched else [])
-    return sorted(tuple(sorted(s)) for s in sets)
-
-
-def _sift(
-    new: Sequence[Together],
-    good: list[Together],
-    test: Callable[[Sequence[int]], str | None],
-    reasons: dict[int, str],
-) -> list[Together]:
-    """As many of `new` as pass the test together with `good`, by halving: few trials where few fail."""
-    if not new:
-        return good
-    failure = test([k for s in (*good, *new) for k in s])
-    if failure is None:
-        return [*good, *new]
-    if len(new) == 1:
-        reasons.update(dict.fromkeys(new[0], failure))
-        return good
-    middle = len(new) // 2
-    return _sift(new[middle:], _sift(new[:middle], good, test, reasons), test, reasons)
 
 
 class _Bench:
@@ -327,6 +302,11 @@ class _Bench:
                 return failure
         _, self.some, self.few = tried
         return None
+
+    def survives_a_part(self, axes: Sequence[int]) -> str | None:
+        """The first of these trials alone."""
+        plan = self.part([k for k in axes if self.graph.axes[k].size > 1], _LEVELS[0], self.scenes[0].done)
+        return self.survives(plan, self.scenes)[0]
 
     def keeps_its_way(self, axes: Sequence[int]) -> str | None:
         """Follows removals until each axis has lost units in one: where parts are balanced, all may have come back."""
