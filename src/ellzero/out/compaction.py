@@ -109,6 +109,11 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
         warn("no gate has moved since `attach`, so that nothing was learned about what can go: train first")
     elif gated.drawn and bool(gated.opens().all()):
         warn("every gate is open, so that nothing gets smaller: train longer, with a larger penalty, or under a budget")
+    return without_closed(gated, plan)
+
+
+def without_closed(gated: Gated, plan: Plan) -> nn.Module:
+    """A copy without gates and closed units; nothing is proven or said."""
     small = fold(gated)
     plan.apply(small)
     return small

@@ -28,7 +28,7 @@ from ellzero.graph.plan import ClosedAxisError
 from ellzero.graph.tracing import batch_size, mode
 from ellzero.objectives.costs import Cost, l0_norm, macs, params
 from ellzero.objectives.latency import device_name, interleaved
-from ellzero.out.compaction import compact, fitted, refuse_unfit
+from ellzero.out.compaction import fitted, refuse_unfit, without_closed
 from ellzero.out.latency.cost import Latency
 from ellzero.out.tables import NUMBER, families, layers_of, new_table, render, span
 
@@ -327,7 +327,7 @@ def _total(name: str, cost: Cost, gated: Gated) -> Count:
 def _measured(gated: Gated, speed: bool | Latency) -> Speed:
     predicted = float(speed(gated, kept=True)) if isinstance(speed, Latency) else None
     gated = gated if gated.taken is None else gated.expanded()
-    models, inputs = [gated.model, compact(gated, verify=False)], gated.example_inputs
+    models, inputs = [gated.model, without_closed(gated, gated.plan())], gated.example_inputs
     if isinstance(speed, Latency):
         inputs, device, dtype = speed.setting(gated)
         models = [copy.deepcopy(models[0]).to(device, dtype), models[1].to(device, dtype)]
