@@ -441,14 +441,14 @@ def assert_the_same_epoch(trainers: list[Trainer]) -> None:
             pytest.mark.slow(first=True),
             pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on the CPU"),
         ]),
-        pytest.param(2, "aot_eager", marks=pytest.mark.slow),
+        pytest.param(2, "eager", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_compiled_step_is_the_step_to_rounding(size: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a whole, without a break in a graph, each part once, and again when the gates are fixed.
 
-    One run as a recipe compiles it, with C++, on a network for which there is little of it, and a stack with autograd
-    traced ahead of time; both while the gates learn: with fixed gates there is less of the same.
+    One run as a recipe compiles it, with C++, on a network for which there is little of it, and a stack that is traced
+    and run as it is; both while the gates learn: with fixed gates there is less of the same.
     """
     from torch._dynamo.backends.registry import lookup_backend
 
