@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph import ClosedAxisError
+from ellzero.graph.standins import Closed
 from support.formers import Mixture
 from support.oracles import assert_counted, assert_same, set_gates, settled
 
@@ -201,3 +202,25 @@ def test_a_mixture_without_units_is_still_one() -> None:
     """Its module is no layer that an identity could stand for, though nothing shows behind such a norm."""
     gated = l0.attach(settled(Normed()), draw(2, 5, 8))
     assert [axis.can_vanish for axis in gated.axes if axis.name == "mixture"] == [False]
+
+
+def test_a_router_that_reads_nothing_keeps_its_shares(tmp_path: Path) -> None:
+    """Its logits are its bias then; what gates say of experts is added to it as before."""
+
+    def network(seed: int) -> Any:
+        return l0.routed(settled(nn.Sequential(nn.Linear(5, 8), Experts("layer")), seed), draw(2, 4, 5))
+
+    gated = l0.attach(network(0), draw(2, 4, 5), where=l0.shrinkable(parts=True)).eval()
+    z = set_gates(gated, {"1.router": [1], "1.router.inputs": list(range(8))}, seed=3)
+    small = l0.compact(gated)
+    masked, others = network(0), draw(3, 7, 5)
+    masked[1] = by_hand(masked[1], z["1.router"], z["1"])
+    with torch.no_grad():
+        masked[1].router.weight.zero_()
+        masked[0].weight.mul_(z["0.inputs"])
+        masked[1].out.weight.mul_(z["1.out.inputs"])
+    assert isinstance(small[1].router, Closed)
+    assert_same(small(others), masked(others))
+    assert_counted(gated, small, [draw(2, 4, 5)])
+    l0.save(small, tmp_path / "small.safetensors")
+    assert_same(l0.load(network(1), tmp_path / "small.safetensors")(others), small(others))

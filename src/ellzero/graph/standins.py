@@ -128,7 +128,16 @@ def put_closed(model: nn.Module, path: str, outputs: int | None = None) -> None:
     new: nn.Module = nn.Identity()
     if isinstance(layer, CONTRACTING):
         new = Closed(layer, weight.shape[0] if outputs is None else outputs)
+        for name, hook in following(layer).items():
+            new.add_module(name, layer.get_submodule(name))
+            new.register_forward_hook(hook)
     _replace(model, path, new)
+
+
+def following(layer: nn.Module) -> dict[str, Any]:
+    """Children of a layer that follow what it gives, whatever it reads, with their hooks: the shares of a router."""
+    of = {id(getattr(hook, "__self__", None)): hook for hook in layer._forward_hooks.values()}
+    return {name: of[id(child)] for name, child in layer.named_children() if id(child) in of}
 
 
 def _replace(model: nn.Module, path: str, new: nn.Module) -> None:

@@ -33,6 +33,7 @@ from ellzero.graph.standins import (
     Scatter,
     Select,
     Slim,
+    following,
     put_closed,
     put_nothing,
     put_scatter,
@@ -371,7 +372,8 @@ def _check(
             refuse(f"there is a layer `{layer}`")
     expected = set(members)
     for layer, outputs in structure.closed.items():
-        expected = {name for name in expected if not name.startswith(f"{layer}.")}
+        behind = tuple(f"{layer}.{child}." for child in following(modules[layer]))
+        expected = {name for name in expected if name.startswith(behind) or not name.startswith(f"{layer}.")}
         if outputs is not None:
             if not isinstance(modules[layer], CONTRACTING):
                 refuse(f"`{layer}` is a linear or convolutional layer")
