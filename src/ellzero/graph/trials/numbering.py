@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.ties import OF_EACH_HEAD
-from ellzero.graph.tracing import Inputs, as_inputs, mode, run, trace
+from ellzero.graph.tracing import Inputs, as_inputs, trace
+from ellzero.graph.trials.running import run_noting
 
 M = TypeVar("M", bound=nn.Module)
 HEADS = "heads_left"  # where attention has its `HeadNumbers`
@@ -94,27 +95,17 @@ def _reason(graph: Graph, axis: Axis) -> str | None:
     return next((a.frozen for a in graph.axes if a.name == axis.name), "they are others")
 
 
-@torch.no_grad()
 def _given(model: nn.Module, axes: dict[str, Axis], inputs: Inputs) -> Iterator[tuple[str, str, tuple[int | str, ...]]]:
     """Of each axis of heads the module that holds its layers, and the arguments that may have something for each."""
     modules = {path: name for name in axes if (path := name.rpartition(".")[0])}
     seen: dict[str, set[int | str]] = {path: set() for path in modules}
 
-    def note(path: str) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            for key, value in (*enumerate(args), *kwargs.items()):
-                if isinstance(value, Tensor) and lies_along(value, axes[modules[path]].size):
-                    seen[path].add(key)
+    def note(path: str, args: Any, kwargs: Any) -> None:
+        for key, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, Tensor) and lies_along(value, axes[modules[path]].size):
+                seen[path].add(key)
 
-        return hook
-
-    hooks = [model.get_submodule(path).register_forward_pre_hook(note(path), with_kwargs=True) for path in modules]
-    try:
-        with mode(model, False):
-            run(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    run_noting(model, inputs, {path: model.get_submodule(path) for path in modules}, note)
     for path, name in modules.items():
         if seen[path]:
             yield name, path, tuple(sorted(seen[path], key=str))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph
 from ellzero.graph.standins import ResponseNorm
-from ellzero.graph.tracing import Inputs, mode, run
+from ellzero.graph.tracing import Inputs
+from ellzero.graph.trials.running import run_noting
 
 _SUMS_SQUARES = ("norm", "linalg_vector_norm")
 
@@ -42,25 +43,15 @@ def _looks_like_one(module: nn.Module) -> bool:
     return len(shapes) == 2 and shapes[0] == shapes[1] and not [*module.children()] and not [*module.buffers()]
 
 
-@torch.no_grad()
 def _given(model: nn.Module, modules: dict[str, nn.Module], inputs: Inputs) -> dict[str, Tensor]:
     """What each of these modules is given, one tensor and nothing else."""
     seen: dict[str, Tensor] = {}
 
-    def note(path: str) -> Any:
-        def hook(_: nn.Module, args: Any) -> None:
-            if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim > 2:
-                seen[path] = args[0]
+    def note(path: str, args: Any, kwargs: Any) -> None:
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].ndim > 2:
+            seen[path] = args[0]
 
-        return hook
-
-    hooks = [module.register_forward_pre_hook(note(path)) for path, module in modules.items()]
-    try:
-        with mode(model, False):
-            run(model, inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    run_noting(model, inputs, modules, note)
     return seen
 
 

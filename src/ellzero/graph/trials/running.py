@@ -40,6 +40,22 @@ def give_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+@torch.no_grad()
+def run_noting(
+    model: nn.Module, inputs: Inputs, modules: Mapping[str, nn.Module], note: Callable[[str, Any, Any], None]
+) -> None:
+    """Runs a model in evaluation, and notes what each of these modules is called with."""
+
+    def hook(path: str) -> Any:
+        return lambda _, args, kwargs: note(path, args, kwargs)
+
+    with ExitStack() as stack:
+        for path, module in modules.items():
+            stack.callback(module.register_forward_pre_hook(hook(path), with_kwargs=True).remove)
+        stack.enter_context(mode(model, False))
+        run(model, inputs)
+
+
 def lean(model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
     """A copy that shares its parameters with the model, for whoever does not change their numbers; or has other ones
     `instead`, by their `id`.
