@@ -24,6 +24,7 @@ def budget(bout: Bout, *, learning: float = LEARNING, **options: Any) -> nn.Modu
     held = Budget(gated, macs=bout.at_most, steps=loop.epochs * loop.steps, learning=learning)
     optimizer = loop.optimizer(gated.param_groups(lr=RATE, weight_decay=DECAY))
     held.drive(optimizer)
+    # Settled, a budget without `ema` only counts its steps: nothing is lost when they are replayed.
     loop.train(gated, loop.epochs, optimizer, still=lambda: held.phase != "learning")
     return held.finish()
 
