@@ -263,6 +263,34 @@ def test_a_gpu_replays_steps_when_gates_have_settled_and_never_those_with_someth
     assert replaying == [4]
 
 
+@pytest.mark.parametrize("colour", [True, False])
+def test_a_gpu_takes_colour_images_in_bfloat16_channels_last_and_digits_as_they_are(
+    colour: bool, replaying: list[int]
+) -> None:
+    data = stand_in("cifar10", BATCH) if colour else digits()
+    seen: list[tuple[bool, bool, torch.dtype]] = []
+
+    class Watching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3 if colour else 1, 10, 28 + 4 * colour)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.conv(x)
+            last = {"memory_format": torch.channels_last}
+            seen.append((x.is_contiguous(**last), self.conv.weight.is_contiguous(**last), out.dtype))
+            return out.flatten(1)
+
+    net = Watching()
+    loop = Loop(data, 1)
+    loop.train(net, 1)
+    assert loop.half is colour
+    assert set(seen) == {(True, True, torch.bfloat16) if colour else (True, True, torch.float32)}
+    assert net.conv.weight.dtype is torch.float32
+    loop.error(net)
+    assert seen[-1][2] is torch.float32
+
+
 def test_group_norms_are_regularised_by_the_package_in_place_of_weight_decay(
     monkeypatch: pytest.MonkeyPatch, coarse: None
 ) -> None:

@@ -93,6 +93,7 @@ class Contest:
             "macs": {"dense": whole, "kept": kept / whole},
             "params": sum(p.numel() for p in network.parameters()),
             "steps": loop.taken,
+            "precision": "bfloat16" if loop.half else "float32",
             "seconds": loop.seconds,
             "seconds_in_all": seconds,  # attaching and pruning counted in
             "shapes": {name: list(p.shape) for name, p in network.named_parameters() if p.ndim > 1},

@@ -1,7 +1,7 @@
 """The loop that every method of the arena gets: SGD with momentum, one schedule, the same batches in the same order.
 
-It counts the steps that were taken. A GPU replays them where only weights move, so that small networks fill it. Gates,
-budgets and pruning are not known here.
+It counts the steps that were taken. A GPU replays them where only weights move, so that small networks fill it, and
+takes colour images in bfloat16, channels last: twice as fast. Gates, budgets and pruning are not known here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Loop:
 
     Attributes:
         steps: of an epoch.
+        half: whether steps are taken in bfloat16; weights, gates and tests are float32 all the same.
         taken: optimizer steps so far.
         seconds: of training so far.
     """
@@ -43,6 +44,7 @@ class Loop:
         self.taken, self.seconds, self._epoch = 0, 0.0, 0
         colour = dataset.train_x.shape[1] == 3
         self._augmented = torch.empty_like(dataset.train_x) if colour else None
+        self.half = colour and self._on_gpu
 
     @property
     def example(self) -> Tensor:
@@ -81,9 +83,13 @@ class Loop:
             optimizer, lambda k: min(1, (k + 1) / warm) * (1 + math.cos(math.pi * k / max(1, total))) / 2
         )
         network.train()
+        if self.half:
+            network.to(memory_format=torch.channels_last)
 
         def step(x: Tensor, y: Tensor) -> Tensor:
-            loss = F.cross_entropy(network(x), y)
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half):
+                output = network(x)
+            loss = F.cross_entropy(output.float(), y)
             optimizer.zero_grad()
             loss.backward()
             if before_step is not None:
@@ -115,7 +121,8 @@ class Loop:
             data.augment(images, generator, out=self._augmented)
             images = self._augmented
         for batch in order:
-            yield self.dataset.inputs(images[batch], standard=True), labels[batch]
+            x = self.dataset.inputs(images[batch], standard=True)
+            yield x.contiguous(memory_format=torch.channels_last) if self.half else x, labels[batch]
 
     def sample(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The first batches of the training images, as they are: to look at a network with, not to train it."""
