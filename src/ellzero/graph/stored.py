@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Step, Stored
 from ellzero.graph.resizing import resizer
 from ellzero.graph.rules import SIZED
-from ellzero.graph.standins import SLIM
+from ellzero.graph.standins import WHOLE, WIDTH
 
 Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
@@ -173,17 +173,32 @@ def parts_of_reshapes(model: nn.Module, graph: Graph, axes: Sequence[int]) -> It
 
 
 def widths_of_inputs(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
-    """Of these axes those of heads that a forward lays side by side, as wide as its input may be: `view(b, t, c)`.
+    """Of these axes those of heads that a forward lays side by side, as wide as its input may be: `view(b, t, c)`; and
+    those of streams that are such an input.
 
-    The width of the input is no number that a module keeps. A `Slim` is one (`standins.py`).
+    The width of the input is no number that a module keeps. A `Slim` has it (`standins/`), and that of the heads.
     """
-    for k in (k for k in axes if graph.axes[k].heads):
-        sites = [s for s in graph.axes[k].readers if len(s.dims) == 1 and (s.units >= 0).all()]
+    for j, axis in ((j, axis) for j, axis in enumerate(graph.axes) if axis.heads):
+        sites = [s for s in axis.readers if len(s.dims) == 1 and (s.units >= 0).all()]
         for step in graph.steps:
             for shape, carried in step.made if step.op in SIZED else ():
                 units = carried.get((len(shape) - 1,))
-                if units is not None and any(np.array_equal(units, s.units + graph.offsets[k]) for s in sites):
-                    yield k, Stored(step.module, SLIM, units)
+                if units is None or not any(np.array_equal(units, s.units + graph.offsets[j]) for s in sites):
+                    continue
+                if j in axes:
+                    yield j, Stored(step.module, WIDTH, units)
+                for k in (k for k in axes if graph.axes[k].closing and graph.axes[k].size == len(units)):
+                    whole = np.arange(graph.offsets[k], graph.offsets[k] + graph.axes[k].size)
+                    if _comes_in(graph, step.module, whole):
+                        yield from ((k, Stored(step.module, WIDTH, units)), (k, Stored(step.module, WHOLE, whole)))
+
+
+def _comes_in(graph: Graph, module: str, units: Numbers) -> bool:
+    """Whether a module reads something that has these units along its last dimension."""
+    inside = [step.module == module or step.module.startswith(f"{module}.") for step in graph.steps]
+    given = {i for step, here in zip(graph.steps, inside, strict=True) if here for i in step.inputs if not inside[i]}
+    laid = (made for i in given for made in graph.steps[i].made)
+    return any(np.array_equal(carried.get((len(shape) - 1,), ()), units) for shape, carried in laid)
 
 
 def told_apart(model: nn.Module) -> dict[float, float]:
