@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ellzero as l0
 from ellzero.graph.plan import make_plan
+from support import formers
 from support.oracles import assert_counted, assert_same, each, masked_by_hand, same, set_gates, settled
 from support.prenorm import masked
 
@@ -274,6 +275,20 @@ def test_a_gpt_loses_heads_layers_and_stream(kind: str, tmp_path: Path) -> None:
     l0.save(small, tmp_path / "small.safetensors")
     fresh = l0.centred(GPT(kind).double().eval(), words(2, 5))
     assert_same(l0.load(fresh, tmp_path / "small.safetensors")(x), small(x))
+
+
+def test_torch_s_own_attention_in_the_same_stream_needs_no_help() -> None:
+    layers: list[nn.Module] = [
+        formers.Layer(attention, formers.Feed(8, 4, "plain", F.gelu, True), [nn.RMSNorm(8), nn.RMSNorm(8)], "before", 0)
+        for attention in (formers.ByWidth(8, 4, False), nn.MultiheadAttention(8, 2, batch_first=True))
+    ]
+    model = settled(formers.Former(layers, 8, True, "none", nn.RMSNorm(8), "all"))
+    gated = l0.attach(model, words(2, 5) % 7, where=l0.shrinkable(streams=True)).eval()
+    assert sorted(gate.shape.numel() for _, gate in gated.named_gates()) == [2, 4, 4, 4, 8]
+    set_gates(gated, {name: [1] for name, _ in gated.named_gates()})
+    small = l0.compact(gated)
+    assert_same(small(words(3, 7) % 7), gated(words(3, 7) % 7))
+    assert_counted(gated, small, (words(2, 5) % 7,))
 
 
 def _on_itself(model: Any) -> Any:

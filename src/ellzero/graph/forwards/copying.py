@@ -1,5 +1,5 @@
-"""Copies of a model. What Python's own copy leaves to the original follows: functions that a module keeps, as its hooks
-or as `self.f = lambda x: layer(x)`, and that hold a module of the model.
+"""Copies of a model, and of modules in it that are put in the place of others. What Python leaves to the original
+follows: functions that a module keeps, as its hooks or as `self.f = lambda x: layer(x)`, and that hold such a module.
 """
 
 from __future__ import annotations
@@ -76,8 +76,15 @@ def _slight(module: nn.Module, memo: Memo) -> nn.Module:
     return out
 
 
+def put(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Has another module in the place of one, in its mode; in functions that held that one, too."""
+    old = model.get_submodule(path)
+    model.set_submodule(path, new.train(old.training))
+    _rebind(model, {id(old): new})
+
+
 def _rebind(model: nn.Module, memo: Memo) -> None:
-    """Lets functions that a copy keeps hold what became of the modules that they held."""
+    """Lets functions that a model keeps hold what became of the modules that they held."""
     for module in model.modules():
         for key, value in list(vars(module).items()):
             kept = value if isinstance(value, dict) else {key: value}

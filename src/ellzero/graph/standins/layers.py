@@ -9,6 +9,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ellzero.graph.forwards.copying import put
+
 
 @final
 class Select(nn.Module):
@@ -137,10 +139,8 @@ def following(layer: nn.Module) -> dict[str, Any]:
 
 
 def _replace(model: nn.Module, path: str, new: nn.Module) -> None:
-    parent, key = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-    new.train(model.get_submodule(path).training)
-    setattr(parent, key, new)
-    if isinstance(parent, nn.TransformerEncoderLayer):
+    put(model, path, new)
+    if isinstance(parent := model.get_submodule(path.rpartition(".")[0]), nn.TransformerEncoderLayer):
         parent.activation_relu_or_gelu = 0  # so says one with an activation of your own, and takes no shortcut
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ellzero.graph.axes import Axis, Graph, Norm
-from ellzero.graph.forwards.copying import duplicate
+from ellzero.graph.forwards.copying import duplicate, put
 from ellzero.graph.standins import RootMeanSquare
 from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
 from ellzero.graph.trials.responding import response_norms
@@ -76,7 +76,7 @@ def centred(model: M, example_inputs: Any) -> M:
         raise ValueError(f"`model` has no stream whose norms could do without a mean: {first}")
     out = _centred(model, graph, good)
     for path, norm in response_norms(out, graph, inputs).items() if responses else ():
-        out.set_submodule(path, norm.train(out.get_submodule(path).training))
+        put(out, path, norm)
     return out
 
 
@@ -166,14 +166,14 @@ def _subtract_none(model: nn.Module, norm: Norm) -> None:
     if type(module) is nn.LayerNorm:
         module.__class__ = RootMeanSquare
         return
-    new = RootMeanSquare(len(norm.units), norm.eps, device="meta").train(module.training)
+    new = RootMeanSquare(len(norm.units), norm.eps, device="meta")
     new.weight, new.bias = (dict(module.named_parameters()).get(key) for key in ("weight", "bias"))  # type: ignore[assignment]
     for key, hooks in vars(module).items():
         if "_hook" in key and "state_dict" in key and hooks:
             raise ValueError(f"`{norm.module}` has hooks on its state, which another module would not have")
         if "_hook" in key:
             setattr(new, key, hooks)
-    model.set_submodule(norm.module, new)
+    put(model, norm.module, new)
 
 
 def _untie(model: nn.Module, tensor: str) -> None:
