@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph import tracing
-from ellzero.graph.recording import Unrecorded, hollow, recorded, walked
+from ellzero.graph.forwards.copying import duplicate, lean
+from ellzero.graph.forwards.recording import Unrecorded, hollow, recorded, walked
 from ellzero.graph.tracing import TraceError, as_inputs, mode, trace
-from ellzero.graph.trials.running import lean
 from support.wild import Drawer
 
 
@@ -248,6 +248,41 @@ def test_a_lean_copy_is_a_whole_one_but_for_its_parameters() -> None:
     out.inner[0].out_features = 1
     assert model.inner[0].weight.shape == (3, 3)
     assert model.inner[0].out_features == 3
+
+
+@pytest.mark.parametrize("copied", [duplicate, lean])
+def test_functions_of_a_copy_hold_its_own_modules(copied: Any) -> None:
+    """`copy.deepcopy` leaves them to the original. What they hold beside modules of the model stays."""
+
+    class Calls(nn.Module):
+        def __init__(self, seen: list[Any]) -> None:
+            super().__init__()
+            self.a = layer = nn.Linear(2, 2)
+            self.b = nn.Sequential(nn.Linear(2, 2))
+            several, method = (layer, {"b": self.b}), self.b.forward
+            self.of_one, self.of_several = lambda: layer, lambda: several
+            self.of_method, self.of_function = lambda: method, lambda: self.of_one()
+            self.plain, self.by_name = len, {"me": lambda: self}
+            self.b.register_forward_hook(lambda *_: seen.append(self))
+
+            def again(depth: int) -> nn.Module:
+                return again(depth - 1) if depth else layer
+
+            self.again = again
+
+    seen: list[Any] = []
+    model = Calls(seen)
+    out = copied(model)
+    for net in (out, model):
+        assert net.of_one() is net.of_function() is net.again(2) is net.a
+        assert net.of_several()[0] is net.a
+        assert net.of_several()[1]["b"] is net.b
+        assert net.of_method().__self__ is net.b
+        assert net.by_name["me"]() is net
+        net.b(torch.zeros(1, 2))
+    assert seen[0] is out
+    assert seen[1] is model
+    assert out.plain is len
 
 
 def test_a_lean_copy_of_blocks_that_share_a_layer_shares_it_too() -> None:

@@ -290,8 +290,9 @@ def test_wild_networks_are_exact_or_refused() -> None:
 
 @pytest.mark.slow
 def test_random_transformers_are_exact_or_refused() -> None:
-    """A few of those that `tools/fuzz.py --transformers` draws. The last two failed or were wrong once."""
-    outcomes = dict(formers.judged(seed) for seed in (2, 44, 53))
+    """A few of those that `tools/fuzz.py --transformers` draws. Two of them failed or were wrong once."""
+    outcomes = dict(formers.judged(seed, more=False) for seed in (2, 44, 53))
+    outcomes |= dict(formers.judged(seed) for seed in (4, 7, 14))  # with slopes, response norms, routers
     assert outcomes.keys() <= {"exact", "refused", "nothing left"}, outcomes
 
 

@@ -50,6 +50,15 @@ def test_heads_that_are_closed_go(projections: str, written: bool, mask: str, an
     assert_counted(gated, small, (draw(2, 5, 8),))
 
 
+def test_as_many_examples_and_places_as_heads_hide_nothing() -> None:
+    model = settled(Attention(projections="unbind"))
+    gated = l0.attach(model, draw(4, 4, 8)).eval()
+    z = set_gates(gated, {"qkv": [0, 2]})
+    small: Any = l0.compact(gated)
+    assert small.num_heads == 2
+    assert_same(small(draw(3, 7, 8)), masked_by_hand(model, z, {"qkv": {"out": each(3)}})(draw(3, 7, 8)))
+
+
 def test_written_keys_that_serve_all_heads_cannot_go() -> None:
     with pytest.raises(ValueError, match="nothing to gate"):
         l0.attach(settled(Attention(heads=6, groups=1, written=True)), draw(2, 5, 8))

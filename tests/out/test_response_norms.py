@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
+from support.formers import Responding
 from support.oracles import assert_counted, assert_same, set_gates, settled
 
 
@@ -43,6 +44,23 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.permute(0, 2, 3, 1) if self.last else x
         return self.down(self.norm(F.gelu(self.up(x))))  # type: ignore[no-any-return]
+
+
+def test_a_norm_that_a_function_holds_is_replaced_there_too() -> None:
+    """Or the compact network would go on with the norm, and the weights, of another one."""
+    model: Any = settled(nn.Sequential(Responding(8, 6)))
+    gated = l0.attach(l0.centred(model, draw(2, 5, 8)), draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"0.up": [0, 2, 3]})["0.up"]
+    small: Any = l0.compact(gated)
+    hand = copy.deepcopy(model)
+    hand[0].runs = lambda x, m=hand[0]: m.down(m.norm(F.gelu(z * m.up(x))))
+    with torch.no_grad():
+        hand[0].norm.beta.mul_(z)
+    assert_same(small(draw(3, 7, 8)), hand(draw(3, 7, 8)))
+    out = small(draw(3, 7, 8))
+    with torch.no_grad():
+        small[0].norm.beta.add_(1)
+    assert (small(draw(3, 7, 8)) - out).abs().max() > 1e-3
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Attention that goes by numbers which it does not keep itself: the width of its input, as in nanoGPT, minGPT and timm,
-or one in settings that it shares. Heads go all the same, and the network gives what a copy masked by hand gives, on
-other batches and lengths than the example's.
+or one in settings that it shares. Heads and streams go all the same, and the network gives what a copy masked by hand
+gives, on other batches and lengths than the example's.
 """
 
 import copy
@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ellzero as l0
 from ellzero.graph.plan import make_plan
-from support.oracles import assert_counted, assert_same, each, masked_by_hand, set_gates, settled
+from support import formers
+from support.oracles import assert_counted, assert_same, each, masked_by_hand, same, set_gates, settled
+from support.prenorm import masked
 
 WIDTH, HEADS = 8, 4
 
@@ -197,6 +199,123 @@ def test_a_part_that_is_computed_again_reads_the_same_input() -> None:
     out = small(draw(3, 7, WIDTH).requires_grad_())
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         out.sum().backward()
+
+
+class LayerNorm(nn.Module):
+    """nanoGPT's: its eps is in the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class GPTBlock(nn.Module):
+    """minGPT's: the feed-forward layers are called by a function that holds them."""
+
+    def __init__(self, attn: nn.Module) -> None:
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = LayerNorm(), attn, LayerNorm()
+        layers = {"c_fc": nn.Linear(WIDTH, 6), "c_proj": nn.Linear(6, WIDTH), "act": nn.GELU()}
+        self.mlp = m = nn.ModuleDict(layers)
+        self.mlpf = lambda x: m["c_proj"](m["act"](m["c_fc"](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlpf(self.ln_2(x))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    def __init__(self, kind: str = "flash") -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(9, WIDTH), nn.Embedding(16, WIDTH)
+        self.h = nn.ModuleList(GPTBlock(KINDS[kind]()) for _ in range(2))
+        self.ln_f, self.lm_head = LayerNorm(), nn.Linear(WIDTH, 9, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.wte(words) + self.wpe(torch.arange(words.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))  # type: ignore[no-any-return]
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(9, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["flash", "timm"])
+def test_a_gpt_loses_heads_layers_and_stream(kind: str, tmp_path: Path) -> None:
+    """Fewer units in the stream than in the heads of a layer, as many, more; one layer keeps all its heads."""
+    dense: Any = settled(GPT(kind))
+    model: Any = l0.centred(dense, words(2, 5))
+    x = words(3, 7)
+    assert_same(model(x), dense(x), 1e-9)
+    gated = l0.attach(model, words(2, 5), where=l0.shrinkable(streams=True)).eval()
+    axes = {"wte": WIDTH} | {f"h.{k}.{name}": n for k in (0, 1) for name, n in (("attn.c_attn", 4), ("mlp.c_fc", 6))}
+    assert {name: gate.shape.numel() for name, gate in gated.named_gates()} == axes
+    for stream, heads in (([], [3]), ([0, 2, 5, 7], [1, 2]), ([0, 2, 7], [1])):
+        z = set_gates(gated, {"wte": stream, "h.0.attn.c_attn": heads, "h.1.mlp.c_fc": [0, 4]})
+        small: Any = l0.compact(gated)
+        width, whole = WIDTH - 2 * len(heads), WIDTH - len(stream)
+        slims = [getattr(block.attn, "slim", None) for block in small.h]
+        assert [slim and (slim.whole, slim.width) for slim in slims] == [
+            (whole, w) if w != whole else None for w in (width, WIDTH)
+        ]
+        norms = {path: f"{path}.bias" for path in ("h.0.ln_1", "h.0.ln_2", "h.1.ln_1", "h.1.ln_2", "ln_f")}
+        readers = {f"h.{k}.attn.c_attn": {f"h.{k}.attn.c_proj": each(2)} for k in (0, 1)}
+        readers |= {f"h.{k}.mlp.c_fc": {f"h.{k}.mlp.c_proj": same} for k in (0, 1)}
+        theirs = _on_itself(masked_by_hand(_on_itself(masked(model, z["wte"], norms)), z, readers))(x)
+        assert_same(gated(x), theirs)
+        assert_same(small(x), theirs)
+        assert_counted(gated, small, (words(2, 5),))
+    l0.save(small, tmp_path / "small.safetensors")
+    fresh = l0.centred(GPT(kind).double().eval(), words(2, 5))
+    assert_same(l0.load(fresh, tmp_path / "small.safetensors")(x), small(x))
+
+
+def test_torch_s_own_attention_in_the_same_stream_needs_no_help() -> None:
+    layers: list[nn.Module] = [
+        formers.Layer(attention, formers.Feed(8, 4, "plain", F.gelu, True), [nn.RMSNorm(8), nn.RMSNorm(8)], "before", 0)
+        for attention in (formers.ByWidth(8, 4, False), nn.MultiheadAttention(8, 2, batch_first=True))
+    ]
+    model = settled(formers.Former(layers, 8, True, "none", nn.RMSNorm(8), "all"))
+    gated = l0.attach(model, words(2, 5) % 7, where=l0.shrinkable(streams=True)).eval()
+    assert sorted(gate.shape.numel() for _, gate in gated.named_gates()) == [2, 4, 4, 4, 8]
+    set_gates(gated, {name: [1] for name, _ in gated.named_gates()})
+    small = l0.compact(gated)
+    assert_same(small(words(3, 7) % 7), gated(words(3, 7) % 7))
+    assert_counted(gated, small, (words(2, 5) % 7,))
+
+
+def _on_itself(model: Any) -> Any:
+    """A copy whose functions call its own layers: those of `copy.deepcopy` call the original's."""
+    for block in model.h:
+        block.mlpf = lambda x, m=block.mlp: m["c_proj"](m["act"](m["c_fc"](x)))
+    return model
+
+
+@pytest.mark.slow
+def test_a_gpt_shrinks_while_it_trains() -> None:
+    """The stream, heads and layers leave the live network; what comes out is what the gated network was."""
+    torch.manual_seed(0)
+    model = l0.centred(GPT(), words(2, 5))
+    gated = l0.attach(model, words(2, 5), where=l0.shrinkable(streams=True))
+    budget = l0.Budget(gated, macs=0.4, steps=60, gate_lr=0.3)
+    optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
+    budget.drive(optimizer)
+    for _ in range(60):
+        loss = F.cross_entropy(gated(words(4, 8)).flatten(0, 1), words(4, 8).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert gated.model.wte.weight.shape[1] < WIDTH
+    there = gated.eval()(words(3, 7))
+    small: Any = budget.finish()
+    assert_same(small(words(3, 7)), there, 1e-5)
 
 
 def test_a_removal_can_go_on_and_be_undone() -> None:

@@ -1,8 +1,8 @@
 """Random transformers, as people write them: what a removal of heads, units, experts, streams or blocks may get wrong.
 
-Their attention is drawn (heads, groups, projections, masks, angles), and so are norms, their place, feed-forward
-layers, positions, ties and what is read in the end. The oracle is that of `support/wild.py`. `tools/fuzz.py
---transformers` runs many of them.
+Their attention is drawn (heads, groups, projections, masks, angles, slopes, a width that the input tells), and so are
+norms, their place, feed-forward layers with response norms or experts, positions, ties and what is read in the end. The
+oracle is that of `support/wild.py`. `tools/fuzz.py --transformers` runs many of them.
 """
 
 import random
@@ -68,6 +68,140 @@ class Mixture(nn.Module):
         return y.view(len(rows), self.picked, -1).sum(1).view(x.shape)
 
 
+class Router(nn.Module):
+    """As in Mixtral: computes logits and picks in one forward. It may add a bias, and scale what it gives."""
+
+    def __init__(self, width: int, experts: int, picked: int, kind: str):
+        super().__init__()
+        self.picked, self.kind = picked, kind
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.bias = nn.Parameter(torch.empty(experts)) if kind == "picked first" else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, self.weight, self.bias)
+        if self.kind == "picked first":
+            shares, picked = torch.topk(logits, self.picked, dim=-1)
+            return F.softmax(shares, dim=1), picked
+        shares, picked = torch.topk(F.softmax(logits, dim=-1, dtype=logits.dtype), self.picked, dim=-1)
+        return (shares / shares.sum(-1, keepdim=True) if self.kind == "renormalised" else 2.5 * shares), picked
+
+
+class Experts(nn.Module):
+    """Experts in tensors for all, with gate and values in one, a bias for each, and an expert for all tokens beside."""
+
+    def __init__(self, width: int, hidden: int, experts: int, picked: int, kind: str, shared: nn.Module | None):
+        super().__init__()
+        self.router, self.picked, self.shared = Router(width, experts, picked, kind), picked, shared
+        self.says = nn.Linear(width, 1, bias=False) if shared is not None else None
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
+        self.down, self.bias = (
+            nn.Parameter(torch.empty(experts, width, hidden)),
+            nn.Parameter(torch.empty(experts, width)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        shares, picked = self.router(rows)
+        numbers, given = picked.reshape(-1), rows.repeat_interleave(self.picked, 0)[..., None]
+        gate, up = torch.bmm(self.gate_up[numbers], given).squeeze(-1).chunk(2, -1)
+        y = torch.bmm(self.down[numbers], (F.silu(gate) * up)[..., None]).squeeze(-1) + self.bias[numbers]
+        y = (y * shares.reshape(-1, 1)).view(len(rows), self.picked, -1).sum(1)
+        if self.shared is not None and self.says is not None:
+            y = y + self.says(rows).sigmoid() * self.shared(rows)
+        return y.view(x.shape)
+
+
+class Response(nn.Module):
+    """The global response norm of ConvNeXt V2, over time. Its eps is in the code."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.empty(1, 1, width)), nn.Parameter(torch.empty(1, 1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = torch.norm(x, p=2, dim=1, keepdim=True)
+        return self.gamma * (x * (size / (size.mean(-1, keepdim=True) + 0.3))) + self.beta + x
+
+
+class Responding(nn.Module):
+    """A feed-forward layer with a response norm in the middle, called by a function that holds its parts."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.up, self.norm, self.down = up, norm, down = (
+            nn.Linear(width, hidden),
+            Response(hidden),
+            nn.Linear(hidden, width),
+        )
+        self.runs = lambda x: down(norm(F.gelu(up(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.runs(x)  # type: ignore[no-any-return]
+
+
+class ByWidth(nn.Module):
+    """Attention that cuts the width of its input into heads, as nanoGPT's."""
+
+    def __init__(self, width: int, heads: int, written: bool):
+        super().__init__()
+        self.n_head, self.n_embd, self.written = heads, width, written
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = (
+            a.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            for a in self.c_attn(x).split(self.n_embd, dim=2)
+        )
+        if self.written:
+            y = (q @ k.transpose(-2, -1) * (1.0 / k.size(-1) ** 0.5)).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))  # type: ignore[no-any-return]
+
+
+SLOPES = ("heads", "batch and heads", "four", "own")
+
+
+class Sloped(nn.Module):
+    """Attention that is given a bias for each head (ALiBi), or keeps slopes of its own in a buffer."""
+
+    def __init__(self, width: int, heads: int, size: int, shape: str):
+        super().__init__()
+        self.heads, self.size, self.shape = heads, size, shape
+        self.qkv, self.out = nn.Linear(width, 3 * heads * size), nn.Linear(heads * size, width)
+        if shape == "own":
+            self.register_buffer("slopes", torch.rand(heads, 1, 1))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, self.heads, 3, self.size).permute(3, 0, 2, 1, 4)
+        if self.shape == "batch and heads":
+            q, k, v = (a.reshape(b * self.heads, t, self.size) for a in (q, k, v))
+            y = (torch.baddbmm(bias, q, k.transpose(1, 2)).softmax(-1) @ v).view(b, self.heads, t, self.size)
+        else:
+            y = (q @ k.transpose(2, 3) + (self.slopes * bias if self.shape == "own" else bias)).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(b, t, self.heads * self.size))  # type: ignore[no-any-return]
+
+
+def biases(x: Tensor, heads: int, shape: str) -> Tensor:
+    """What positions and slopes add to scores: computed from the number of heads, for whoever has so many."""
+    places = torch.arange(x.shape[1]).to(x)
+    if shape == "own":
+        return places
+    bias = (2.0 ** -torch.arange(1, heads + 1)).to(x)[:, None, None] * places
+    if shape == "four":
+        return bias.expand(len(x), -1, x.shape[1], -1)
+    return bias.repeat(len(x), 1, 1) if shape == "batch and heads" else bias
+
+
+class Branch(Attention):
+    """Attention without the sum."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return self.branch(x, other)
+
+
 class Layer(nn.Module):
     """Attention and feed-forward, with norms before, behind, in the branch, or nowhere; one after the other or not."""
 
@@ -77,23 +211,24 @@ class Layer(nn.Module):
         self.scales = nn.ParameterList(nn.Parameter(torch.ones(scale)) for _ in range(2 * bool(scale)))
         self.drop = nn.Dropout(0.1)
 
-    def mixed(self, x: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.attention, nn.MultiheadAttention):
             return self.attention(x, x, x, need_weights=False)[0]
-        branch: Any = self.attention
-        return branch.branch(x)  # type: ignore[no-any-return]
+        if isinstance(self.attention, Sloped):
+            return self.attention(x, bias=bias)  # type: ignore[no-any-return]
+        return self.attention(x)  # type: ignore[no-any-return]
 
-    def added(self, k: int, x: Tensor) -> Tensor:
+    def added(self, k: int, x: Tensor, bias: Tensor | None) -> Tensor:
         given = self.norms[k](x) if self.order in ("before", "beside") else x
-        y = self.mixed(given) if k == 0 else self.feed(given)
+        y = self.mixed(given, bias) if k == 0 else self.feed(given)
         y = self.norms[k](y) if self.order == "in the branch" else y
         return self.drop(y * self.scales[k] if len(self.scales) else y)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.order == "beside":
-            return x + self.added(0, x) + self.added(1, x)
+            return x + self.added(0, x, bias) + self.added(1, x, bias)
         for k in (0, 1):
-            x = x + self.added(k, x)
+            x = x + self.added(k, x, bias)
             x = self.norms[k](x) if self.order == "behind" else x
         return x
 
@@ -109,6 +244,8 @@ class Former(nn.Module):
         self.looked_up = nn.Embedding(12, width) if places == "embedding" else None
         self.first = nn.Parameter(torch.zeros(1, 1, width)) if reads == "token" else None
         self.head = None if reads == "tied" else nn.Linear(width, 4)
+        given = [getattr(layer, "attention", None) for layer in layers]
+        self.sloped = [(a.heads, a.shape) if isinstance(a, Sloped) else None for a in given]
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -117,21 +254,24 @@ class Former(nn.Module):
         t = h.shape[1]
         h = h + self.where[:, :t] if self.where is not None else h
         h = h + self.looked_up(torch.arange(t)) if self.looked_up is not None else h
-        for layer in self.layers:
-            h = layer(h)
+        for layer, sloped in zip(self.layers, self.sloped, strict=True):
+            h = layer(h) if sloped is None else layer(h, biases(h, *sloped))
         h = self.end(h)
         h = h[:, 0] if self.reads == "token" else h.mean(1) if self.reads == "mean" else h
         return F.linear(h, self.embed.weight) if self.head is None else self.head(h)
 
 
 class Drawer:
-    """Draws one transformer from a seed."""
+    """Draws one transformer from a seed; without `more`, as it was drawn before there were slopes, widths of inputs,
+    response norms and routers of their own.
+    """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, more: bool = True):
         self.random = random.Random(f"transformer {seed}")
         self.width, self.words = self.random.choice([4, 6, 8, 12]), self.random.random() < 0.6
         self.kind = self.random.choice([*NORMS, "layer", "layer", "layer"])
         self.about: list[str] = []
+        self.more = random.Random(f"more of transformer {seed}") if more else None
 
     def chance(self, of: float) -> bool:
         return self.random.random() < of
@@ -141,6 +281,15 @@ class Drawer:
         return what
 
     def attention(self) -> nn.Module:
+        if self.more and (kind := self.more.random()) < 0.35:
+            heads = self.more.choice([1, 2, 3, 4])
+            if kind < 0.2:
+                shape = self.more.choice(SLOPES)
+                self.said(f"{heads} heads with slopes, {shape}")
+                return Sloped(self.width, heads, self.more.choice([1, 2, 3]), shape)
+            heads = self.more.choice([h for h in (1, 2, 3, 4) if self.width % h == 0])
+            self.said(f"{heads} heads by width")
+            return ByWidth(self.width, heads, self.more.random() < 0.5)
         heads = self.random.choice([1, 2, 3, 4, 6])
         if self.width % heads == 0 and self.chance(0.2):
             self.said(f"torch's {heads} heads")
@@ -149,7 +298,7 @@ class Drawer:
         groups = self.random.choice([g for g in (1, 2, 3, heads, heads) if heads % g == 0])
         groups = groups if projections == "apart" else heads
         self.said(f"{heads} heads on {groups} {projections}")
-        return Attention(
+        return Branch(
             self.width,
             heads,
             groups,
@@ -163,13 +312,22 @@ class Drawer:
 
     def feed(self) -> nn.Module:
         hidden = self.random.choice([2, 4, 5, 6])
+        kind = self.more.random() if self.more else 1.0
+        if kind < 0.12:
+            self.said("response norm")
+            return Responding(self.width, hidden)
+        if self.more and kind < 0.3:
+            scores = self.more.choice(["renormalised", "whole", "picked first"])
+            shared = Feed(self.width, 3, "gate", F.silu, False) if self.more.random() < 0.4 else None
+            self.said(f"experts, {scores}{', shared' if shared else ''}")
+            return Experts(self.width, hidden, self.more.choice([2, 3, 5]), self.more.choice([1, 2]), scores, shared)
         if self.chance(0.2):
             experts = self.random.choice([2, 3, 5])
-            kind = self.said(self.random.choice(["renormalised", "whole", "picked first"]))
-            return Mixture(self.width, hidden, experts, self.random.choice([1, 2]), kind)
-        kind = self.said(self.random.choice(["plain", "gate", "chunk"]))
+            scores = self.said(self.random.choice(["renormalised", "whole", "picked first"]))
+            return Mixture(self.width, hidden, experts, self.random.choice([1, 2]), scores)
+        plain = self.said(self.random.choice(["plain", "gate", "chunk"]))
         act = self.random.choice([F.relu, F.gelu, F.silu, torch.sigmoid])
-        return Feed(self.width, hidden, kind, act, self.chance(0.7))
+        return Feed(self.width, hidden, plain, act, self.chance(0.7))
 
     def layer(self) -> nn.Module:
         if self.width % 2 == 0 and self.chance(0.1):
@@ -192,9 +350,9 @@ class Drawer:
         return Former(layers, self.width, self.words, places, end, self.said(reads))
 
 
-def judged(seed: int) -> tuple[Outcome, str]:
+def judged(seed: int, more: bool = True) -> tuple[Outcome, str]:
     """Draws a transformer, gates it, closes gates, compacts it: how that went, and a word about it."""
-    drawer = Drawer(seed)
+    drawer = Drawer(seed, more)
     model: nn.Module = settled(drawer.network(), seed)
     draw = torch.Generator().manual_seed(seed)
 
@@ -209,8 +367,12 @@ def judged(seed: int) -> tuple[Outcome, str]:
     dense = model
     try:
         with warnings.catch_warnings(action="ignore"):
-            for prepared, of in ((l0.centred, 0.7), (l0.routed, 0.9)):
-                if drawer.chance(of):
+            for prepared, draws in (
+                (l0.centred, drawer.chance(0.7)),
+                (l0.routed, drawer.chance(0.9)),
+                (l0.numbered, True),
+            ):
+                if draws:
                     with suppress(ValueError):
                         model = prepared(model, example)
             where = l0.per_layer() if drawer.chance(0.1) else joined(l0.shrinkable(**flags))
@@ -221,5 +383,5 @@ def judged(seed: int) -> tuple[Outcome, str]:
     with torch.no_grad():
         expected, made = dense(*others), model(*others)
     if (made - expected).abs().max() > 1e-10 * max(1.0, float(expected.abs().max())):
-        return "wrong", f"{about}: it is another function once it is centred or routed"
+        return "wrong", f"{about}: it is another function once it is centred, routed or numbered"
     return compared(gated, example, others, seed, about, fine=True)

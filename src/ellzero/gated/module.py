@@ -10,7 +10,6 @@ output NaN. In the network that `compact` returns a closed unit is not there, no
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ from ellzero.gated.placements import Placement
 from ellzero.gated.taking import idle, refuse_taking, remaining
 from ellzero.gates.abstract import AbstractGate, additions, draw, values
 from ellzero.graph.axes import Axis, Graph
+from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.plan import Mask, Plan, make_plan
 
 
@@ -183,7 +183,7 @@ class Gated(Asking):
     @torch.no_grad()
     def expanded(self) -> Gated:
         """A copy in which what `shrink` took out is back, as zeros behind closed gates: the same function."""
-        out = copy.deepcopy(self)
+        out = duplicate(self)
         if out.taken is not None:
             out.taken.undo(out.model, self.graph.shapes)
             out.taken = None

@@ -1,7 +1,7 @@
 """Taking units out of a network: the removal plan as a value, and how it is carried out.
 
 A `Plan` says for every parameter and buffer which entries of which dimensions stay. It is data: the same plan slices
-a model's weights, an optimizer's moments, an averaged copy or gradients. Where slicing is not enough, `standins.py`
+a model's weights, an optimizer's moments, an averaged copy or gradients. Where slicing is not enough, `standins/`
 has layers for it. This file does not know what a gate is: it is told which units are alive.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph, Numbers, Served
 from ellzero.graph.resizing import resize
-from ellzero.graph.standins import SLIM, put_closed, put_nothing, put_scatter, put_select, put_slim
+from ellzero.graph.standins import WHOLE, WIDTH, put_closed, put_nothing, put_scatter, put_select, put_slim
 
 Mask = npt.NDArray[np.bool_]
 
@@ -151,8 +151,7 @@ class Plan:
         """Carries the plan out on `model`, in place: slices every tensor, then brings the modules in line."""
         modules = dict(model.named_modules(remove_duplicate=False))
         self._change(modules, self.left)
-        for (path, attribute), (was, size) in self.sizes.items():
-            set_size(modules[path], attribute, was, size)
+        _set_sizes(modules, self.sizes)
         self._set_eps(modules, self.norms)
         for name, index in self.selects.items():
             put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
@@ -188,8 +187,7 @@ class Plan:
             return self.spread(name, tensor, shapes[name])
 
         self._change(modules, back)
-        for (path, attribute), (size, _) in self.sizes.items():
-            set_size(modules[path], attribute, size, size)
+        _set_sizes(modules, {place: (was, was) for place, (was, _) in self.sizes.items()})
         self._set_eps(modules, [n.back() for n in self.norms])
 
     def _set_eps(self, modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
@@ -223,12 +221,21 @@ class Plan:
             resize(module)
 
 
-def set_size(module: nn.Module, attribute: str, was: int, size: int) -> None:
-    """Sets a number that a module keeps, or that is in its settings ("config.heads"), or the width of its `Slim`."""
+def _set_sizes(modules: Mapping[str, nn.Module], sizes: Mapping[tuple[str, str], tuple[int, int]]) -> None:
+    slims: dict[str, dict[str, int]] = {}
+    for (path, attribute), (was, size) in sizes.items():
+        if attribute in (WHOLE, WIDTH):
+            slims.setdefault(path, {WHOLE: was, WIDTH: was})[attribute] = size
+        else:
+            set_size(modules[path], attribute, size)
+    for path, kept in slims.items():
+        put_slim(modules[path], kept[WHOLE], kept[WIDTH])
+
+
+def set_size(module: nn.Module, attribute: str, size: int) -> None:
+    """Sets a number that a module keeps, or that is in its settings ("config.heads")."""
     holder, dot, name = attribute.partition(".")
-    if attribute == SLIM:
-        put_slim(module, was, size)
-    elif dot:  # others go on with the settings as they are
+    if dot:  # others go on with the settings as they are
         own = copy.copy(getattr(module, holder))
         vars(own)[name] = size
         setattr(module, holder, own)

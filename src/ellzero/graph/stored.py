@@ -20,14 +20,14 @@ from torch.overrides import TorchFunctionMode
 from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Step, Stored
 from ellzero.graph.resizing import resizer
 from ellzero.graph.rules import SIZED
-from ellzero.graph.standins import SLIM
+from ellzero.graph.standins import WHOLE, WIDTH
 
 Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
 _SETTINGS = re.compile(r"(Config|Args|Settings|Namespace)$")
 _SHARES = re.compile(r"group|rep")
 _MADE_OF_SIZES = ("zeros", "ones")  # of sizes alone
-_TAKES_SIZES = ("view", "reshape", "expand", "unflatten", "new_zeros", "new_ones", *_MADE_OF_SIZES)
+_TAKES_SIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", *_MADE_OF_SIZES)
 _GROUPS = -1  # in the place of a dimension: a number of groups
 
 
@@ -54,21 +54,21 @@ class _Watch(TorchFunctionMode):
             dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
             for part, size in zip(out, sizes if isinstance(sizes, list | tuple) else [sizes] * len(out), strict=False):
                 self._note(size, part, dim % part.ndim)
+        elif name == "unflatten" and isinstance(out, Tensor):
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            sizes = args[2] if len(args) > 2 else kwargs["sizes"]
+            for k, size in enumerate(sizes, dim % (out.ndim - len(sizes) + 1)):
+                self._note(size, out, k)
         elif name in _TAKES_SIZES and isinstance(out, Tensor):
             told = args[name not in _MADE_OF_SIZES :]
             given = [a for part in told for a in (part if isinstance(part, list | tuple) else [part])]
-            first = out.ndim - len(given) if name != "unflatten" else 0
-            for k, size in enumerate(given):
-                self._note(size, out, *({first + k} if first or name != "unflatten" else _alike(out.shape, size)))
+            for k, size in enumerate(given, out.ndim - len(given)):
+                self._note(size, out, k)
         return out
 
-    def _note(self, size: Any, made: Tensor, *dims: int) -> None:
+    def _note(self, size: Any, made: Tensor, dim: int) -> None:
         if isinstance(size, _Marked):
-            self.seen[size.place] |= {(tuple(made.shape), d) for d in dims}
-
-
-def _alike(shape: Any, size: int) -> set[int]:
-    return {d for d, n in enumerate(shape) if n == size}
+            self.seen[size.place].add((tuple(made.shape), dim))
 
 
 def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tuple[Stored, ...]:
@@ -173,17 +173,40 @@ def parts_of_reshapes(model: nn.Module, graph: Graph, axes: Sequence[int]) -> It
 
 
 def widths_of_inputs(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
-    """Of these axes those of heads that a forward lays side by side, as wide as its input may be: `view(b, t, c)`.
+    """Of these axes those of heads that a forward lays side by side, as wide as its input may be: `view(b, t, c)`; and
+    those of streams that are such an input.
 
-    The width of the input is no number that a module keeps. A `Slim` is one (`standins.py`).
+    The width of the input is no number that a module keeps. A `Slim` has it (`standins/`), and that of the heads.
     """
-    for k in (k for k in axes if graph.axes[k].heads):
-        sites = [s for s in graph.axes[k].readers if len(s.dims) == 1 and (s.units >= 0).all()]
-        for step in graph.steps:
+    for j, module, units in _side_by_side(model, graph):
+        if j in axes:
+            yield j, Stored(module, WIDTH, units)
+        elif graph.axes[j].frozen is None and graph.axes[j].size > 1:  # they go as it is: it asks for no width
+            continue
+        for k in (k for k in axes if graph.axes[k].closing and graph.axes[k].size == len(units)):
+            whole = np.arange(graph.offsets[k], graph.offsets[k] + graph.axes[k].size)
+            if _comes_in(graph, module, whole):
+                yield from ((k, Stored(module, WIDTH, units)), (k, Stored(module, WHOLE, whole)))
+
+
+def _side_by_side(model: nn.Module, graph: Graph) -> Iterator[tuple[int, str, Numbers]]:
+    """Axes of heads, modules of one's own that lay them along a last dimension as they are read, and the units."""
+    for j, axis in enumerate(graph.axes):
+        read = [s.units + graph.offsets[j] for s in axis.readers if len(s.dims) == 1 and (s.units >= 0).all()]
+        for step in graph.steps if axis.heads else ():
             for shape, carried in step.made if step.op in SIZED else ():
                 units = carried.get((len(shape) - 1,))
-                if units is not None and any(np.array_equal(units, s.units + graph.offsets[k]) for s in sites):
-                    yield k, Stored(step.module, SLIM, units)
+                laid = units is not None and any(np.array_equal(units, way) for way in read)
+                if units is not None and laid and resizer(model.get_submodule(step.module)) is None:
+                    yield j, step.module, units
+
+
+def _comes_in(graph: Graph, module: str, units: Numbers) -> bool:
+    """Whether a module reads something that has these units along its last dimension."""
+    inside = [step.module == module or step.module.startswith(f"{module}.") for step in graph.steps]
+    given = {i for step, here in zip(graph.steps, inside, strict=True) if here for i in step.inputs if not inside[i]}
+    laid = (made for i in given for made in graph.steps[i].made)
+    return any(np.array_equal(carried.get((len(shape) - 1,), ()), units) for shape, carried in laid)
 
 
 def told_apart(model: nn.Module) -> dict[float, float]:

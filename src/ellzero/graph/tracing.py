@@ -7,7 +7,6 @@ what an operation means (`rules/`), nor what ties mean (`ties.py`).
 
 from __future__ import annotations
 
-import copy
 import operator
 import sys
 import time
@@ -25,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
-from ellzero.graph.recording import Members, copied, inline, mapped, recorded, walked
+from ellzero.graph.forwards.copying import whole_copy
+from ellzero.graph.forwards.recording import Members, copied, inline, mapped, recorded, walked
 from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
@@ -161,14 +161,6 @@ def _complete(graph: Graph, model: nn.Module, inputs: Inputs, turns: tuple[str, 
     for units, _ in groups_of_a_forward(model, graph):
         graph.placed[units] = True
     return graph
-
-
-def whole_copy(model: nn.Module) -> nn.Module:
-    """A copy to try things out on; refused where that would be done to the model itself."""
-    out, own = copy.deepcopy(model), {id(p) for p in model.parameters()}
-    if any(id(p) in own for p in out.parameters()):
-        raise ValueError("a copy of `model` must have parameters of its own, got the same")
-    return out
 
 
 def _computed(value: Any) -> bool:

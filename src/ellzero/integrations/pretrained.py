@@ -25,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ellzero.gated.module import Gated
+from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.tracing import Inputs, as_inputs
 from ellzero.graph.trials import fingerprint
 from ellzero.graph.trials.routing import without_shares
@@ -203,7 +204,7 @@ def _difference(small: PreTrainedModel, again: PreTrainedModel, inputs: Inputs) 
             return None
         # The same numbers may have been added up in another order.
         wide: Any = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
-        one, other = (outputs(copy.deepcopy(network).double(), wide) for network in (small, again))
+        one, other = (outputs(duplicate(network).double(), wide) for network in (small, again))
         return None if agree(one, other, TOLERANCE) else "its outputs are others"
 
 

@@ -7,7 +7,6 @@ in `graph.plan`; which are closed is the gates' business.
 
 from __future__ import annotations
 
-import copy
 from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
@@ -22,6 +21,7 @@ from ellzero.gated.base.sharding import is_sharded
 from ellzero.gated.module import Gated
 from ellzero.gated.taking import refuse_replaced
 from ellzero.gates.warning import warn
+from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.plan import Plan, make_plan
 from ellzero.graph.tracing import Inputs, first_line, progress, run, run_hollow, telling
 from ellzero.graph.trials.fingerprint import note_example
@@ -31,7 +31,6 @@ from ellzero.graph.trials.running import (
     first_examples,
     is_large,
     leads,
-    lean,
     outputs,
     seeded,
     stirred,
@@ -139,7 +138,7 @@ def refuse_sharded(gated: Gated) -> None:
 def _folded(gated: Gated, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of the model with the test-time gates in its weights, in numbers of a type or of its own."""
     z = gt.values([g for _, g in gated.named_gates()])
-    model = copy.deepcopy(gated.model)
+    model = duplicate(gated.model)
     if dtype is not None:
         model, z = model.to(dtype), [v.to(dtype) for v in z]
     gated.multiply_into(model, z)
@@ -174,7 +173,7 @@ def _refuse_other_way(gated: Gated, plan: Plan, inputs: Inputs) -> None:
     for axis, start in zip(gated.graph.axes, gated.graph.offsets, strict=False):
         units[start] |= not units[start : start + axis.size].any()
     whole = gated.model if gated.taken is None else gated.expanded().model
-    whole = lean(whole) if is_large(whole) else copy.deepcopy(whole)  # a forward may change a weight: an embedding's
+    whole = lean(whole) if is_large(whole) else duplicate(whole)  # a forward may change a weight: an embedding's
     if any(getattr(module, "max_norm", None) is not None for module in whole.modules()):
         return
     small = lean(whole)
@@ -236,7 +235,7 @@ class _Proof:
         model = _folded(self.gated, self.dtype).eval()
         spread = [torch.zeros(()) for _ in expected]
         for seed in range(4):
-            nudged = outputs(_nudged(copy.deepcopy(model), seed), inputs)
+            nudged = outputs(_nudged(duplicate(model), seed), inputs)
             spread = [torch.maximum(s, _apart(x, y)) for s, x, y in zip(spread, expected, nudged, strict=True)]
         for x, y, s in zip(expected, found, spread, strict=True):
             if x.shape != y.shape or not x.is_floating_point() or not x.numel():

@@ -6,7 +6,6 @@ what `compact` returns. What is alive and what it costs is asked of the `Gated` 
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 from abc import ABC
@@ -24,6 +23,7 @@ from ellzero.gated.counting import Vector
 from ellzero.gated.module import Gated
 from ellzero.gates.abstract import NoExpectation
 from ellzero.graph.axes import Axis, Kind
+from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.graph.tracing import batch_size, mode
 from ellzero.objectives.costs import Cost, l0_norm, macs, params
@@ -330,7 +330,7 @@ def _measured(gated: Gated, speed: bool | Latency) -> Speed:
     models, inputs = [gated.model, without_closed(gated, gated.plan())], gated.example_inputs
     if isinstance(speed, Latency):
         inputs, device, dtype = speed.setting(gated)
-        models = [copy.deepcopy(models[0]).to(device, dtype), models[1].to(device, dtype)]
+        models = [duplicate(models[0]).to(device, dtype), models[1].to(device, dtype)]
     reference = next(p for p in models[0].parameters() if p.is_floating_point())
     inputs = fitted(inputs, reference.device, reference.dtype)
     with mode(models[0], False), mode(models[1], False):

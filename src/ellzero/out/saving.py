@@ -258,7 +258,7 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
     for layer, sizes in structure.sizes.items():
         for key, size in sizes.items():
             if 0 <= size < _sizes(modules[layer]).get(key, 0):
-                set_size(modules[layer], key, size, size)
+                set_size(modules[layer], key, size)
     for layer, kept in structure.eps.items():
         for key in kept.keys() & eps_of(modules[layer]).keys():
             setattr(modules[layer], key, kept[key])
@@ -385,8 +385,8 @@ def _check(
     expected = {name for name in expected if not _lies_in(name, structure.gone)}
     if odd := [layer for layer, number in structure.gone.items() if not 0 <= number <= _most(modules[layer])]:
         refuse(f"{_few(odd)} gave as much before it was gone")
-    if odd := [layer for layer, slim in structure.slims.items() if not 0 < slim["width"] < slim["whole"]]:
-        refuse(f"{_few(odd)} is shown less than its input")
+    if odd := [layer for layer, slim in structure.slims.items() if not 0 < slim["width"] != slim["whole"] > 0]:
+        refuse(f"{_few(odd)} is shown another width than its input has")
     for layer, groups in structure.groups.items():
         if not isinstance(conv := modules[layer], _GROUPED) or not 1 <= groups <= conv.groups:
             refuse(f"`{layer}` is a convolution in {groups} groups")

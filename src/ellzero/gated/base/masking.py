@@ -21,8 +21,9 @@ from ellzero.gated.multiplying import Target, in_place, multiplied, recomputing
 from ellzero.gated.placements import Placement
 from ellzero.gates.abstract import AbstractGate, draw
 from ellzero.graph.axes import Graph, Numbers, Site
+from ellzero.graph.forwards.copying import lean
 from ellzero.graph.tracing import Inputs, places
-from ellzero.graph.trials.running import agree, lean, outputs, watched
+from ellzero.graph.trials.running import agree, outputs, watched
 
 # Of each kind of layer the weight's dimension of inputs and of outputs, and how many dimensions of a map follow them.
 _KINDS: dict[str, tuple[int | None, int, int]] = {

@@ -7,7 +7,6 @@ disturbed copies, as removals are. It does not know what is done with the result
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from ellzero.graph.axes import Axis, Graph, Norm
+from ellzero.graph.forwards.copying import duplicate, put
 from ellzero.graph.standins import RootMeanSquare
 from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
 from ellzero.graph.trials.responding import response_norms
@@ -76,12 +76,12 @@ def centred(model: M, example_inputs: Any) -> M:
         raise ValueError(f"`model` has no stream whose norms could do without a mean: {first}")
     out = _centred(model, graph, good)
     for path, norm in response_norms(out, graph, inputs).items() if responses else ():
-        out.set_submodule(path, norm.train(out.get_submodule(path).training))
+        put(out, path, norm)
     return out
 
 
 def _centred(model: M, graph: Graph, streams: Sequence[_Stream]) -> M:
-    out = copy.deepcopy(model)
+    out = duplicate(model)
     for stream in streams:
         _centre(out, graph, stream)
     return out
@@ -114,13 +114,13 @@ def _is_one(module: nn.Module) -> bool:
 def _changes(model: nn.Module, graph: Graph, stream: _Stream, inputs: Inputs) -> str | None:
     """What goes wrong if a stream is centred in disturbed copies of the model; None if nothing does."""
     for seed in (0, 1):
-        trial = copy.deepcopy(model).double().eval()
+        trial = duplicate(model).double().eval()
         disturb(trial, seed)
         given = stirred(_doubled(inputs), seed)
         try:
             before, tolerance = watched(trial, given, fine=1e-9)
         except Exception:  # it takes no other numbers
-            trial, given = copy.deepcopy(model).eval(), inputs
+            trial, given = duplicate(model).eval(), inputs
             before, tolerance = watched(trial, given, fine=1e-9)
         try:
             _centre(trial, graph, stream)
@@ -166,14 +166,14 @@ def _subtract_none(model: nn.Module, norm: Norm) -> None:
     if type(module) is nn.LayerNorm:
         module.__class__ = RootMeanSquare
         return
-    new = RootMeanSquare(len(norm.units), norm.eps, device="meta").train(module.training)
+    new = RootMeanSquare(len(norm.units), norm.eps, device="meta")
     new.weight, new.bias = (dict(module.named_parameters()).get(key) for key in ("weight", "bias"))  # type: ignore[assignment]
     for key, hooks in vars(module).items():
         if "_hook" in key and "state_dict" in key and hooks:
             raise ValueError(f"`{norm.module}` has hooks on its state, which another module would not have")
         if "_hook" in key:
             setattr(new, key, hooks)
-    model.set_submodule(norm.module, new)
+    put(model, norm.module, new)
 
 
 def _untie(model: nn.Module, tensor: str) -> None:

@@ -6,7 +6,6 @@ and note them here. Nothing here knows of files, and nothing of a user's data is
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.standins import Closed, FewerHeads, Nothing, Scatter, Select, Slim
 from ellzero.graph.tracing import Inputs
 from ellzero.graph.trials.running import outputs
@@ -98,7 +98,7 @@ def _look(leaf: Any) -> Any:
 def copied(model: nn.Module) -> nn.Module | None:
     """A copy to try things on, of a model that can be copied."""
     try:
-        return copy.deepcopy(model)
+        return duplicate(model)
     except Exception:
         return None
 

@@ -7,7 +7,6 @@ head that goes takes its number along. This file knows no gates.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any, TypeVar, final
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.graph.axes import Axis, Graph
+from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.ties import OF_EACH_HEAD
 from ellzero.graph.tracing import Inputs, as_inputs, trace
 from ellzero.graph.trials.running import run_noting
@@ -112,7 +112,7 @@ def _given(model: nn.Module, axes: dict[str, Axis], inputs: Inputs) -> Iterator[
 
 
 def _with(model: M, found: dict[str, tuple[Axis, tuple[int | str, ...]]]) -> M:
-    out = copy.deepcopy(model)
+    out = duplicate(model)
     for path, (axis, given) in found.items():
         module = out.get_submodule(path)
         numbers = HeadNumbers(axis.size, given, next(module.parameters()).device)

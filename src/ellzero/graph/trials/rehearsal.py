@@ -7,7 +7,6 @@ comes out is compared with the copy whose reading weights are set to zero at tho
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from ellzero.graph.axes import Block, Graph, Numbers, Stored
+from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
 from ellzero.graph.rules.attention import attended
 from ellzero.graph.standins import CONTRACTING
@@ -37,7 +37,6 @@ from ellzero.graph.trials.running import (
     first_examples,
     give_back,
     is_large,
-    lean,
     seeded,
     stirred,
 )
@@ -201,7 +200,7 @@ class _Bench:
             if self.scenes:
                 break
         else:
-            self.scenes, self.tolerance = [Scene(copy.deepcopy(model).eval(), inputs)], 1e-3
+            self.scenes, self.tolerance = [Scene(duplicate(model).eval(), inputs)], 1e-3
         self.some = self.few = (self.without([]), self.scenes)  # any number of units, and one each
 
     def _sets(self, inputs: Inputs, seed: int = 0) -> bool:

@@ -7,7 +7,6 @@ where it cannot follow. Such a module is found by what it does: put beside a `Re
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from itertools import permutations, product
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph
+from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.standins import ResponseNorm
 from ellzero.graph.tracing import Inputs
 from ellzero.graph.trials.running import run_noting
@@ -65,7 +65,7 @@ def _candidates(module: nn.Module, numbers: set[float]) -> Iterator[ResponseNorm
 @torch.no_grad()
 def _agree(module: nn.Module, new: ResponseNorm, shape: torch.Size) -> bool:
     """Whether both do the same with other parameters, on large numbers and on such as the eps is not small beside."""
-    old, other = (copy.deepcopy(m).double().eval() for m in (module, new))
+    old, other = (duplicate(m).double().eval() for m in (module, new))
     draw = torch.Generator().manual_seed(0)
     for (_, p), (_, q) in zip(sorted(old.named_parameters()), sorted(other.named_parameters()), strict=True):
         p.copy_(torch.randn(p.shape, generator=draw, dtype=torch.float64))

@@ -7,7 +7,6 @@ gate multiplies the share; closed, the expert goes, and its row of the router wi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any, TypeVar, final
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ellzero.graph.axes import Graph
+from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.tracing import as_inputs, trace
 
 M = TypeVar("M", bound=nn.Module)
@@ -120,7 +120,7 @@ def without_shares(model: M) -> M:
     for path, shares in held.items():
         if bool((shares.open != 1).any()):
             raise ValueError(f"the shares of `{path}` must all be 1 to be left out, got {shares.open.tolist()}")
-    out = copy.deepcopy(model) if held else model
+    out = duplicate(model) if held else model
     for path in held:
         router = out.get_submodule(path.rpartition(".")[0])
         own = router._modules.pop(SHARES)
@@ -151,7 +151,7 @@ def _routers(graph: Graph) -> Iterator[tuple[str, str]]:
 
 
 def _with(model: M, routers: dict[str, str]) -> M:
-    out = copy.deepcopy(model)
+    out = duplicate(model)
     for path, name in routers.items():
         router, weight = out.get_submodule(path), out.get_parameter(name)
         shares = Shares(len(weight), weight)

@@ -6,7 +6,6 @@ batch or another integer turns it, `turns` says so. This file knows no axes.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ellzero.graph.axes import Graph
-from ellzero.graph.recording import flat
+from ellzero.graph.forwards.recording import flat
 from ellzero.graph.rules import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
@@ -54,47 +53,6 @@ def run_noting(
             stack.callback(module.register_forward_pre_hook(hook(path), with_kwargs=True).remove)
         stack.enter_context(mode(model, False))
         run(model, inputs)
-
-
-def lean(model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
-    """A copy that shares its parameters with the model, for whoever does not change their numbers; or has other ones
-    `instead`, by their `id`.
-    """
-    memo: dict[int, Any] = {id(p): (instead or {}).get(id(p), p) for p in model.parameters()}
-    for module in reversed(list(model.modules())):  # what is inside before what holds it
-        if id(module) not in memo:
-            memo[id(module)] = _slight(module, memo) if _is_plain(module) else copy.deepcopy(module, memo)
-    out: nn.Module = memo[id(model)]
-    return out
-
-
-_HOLDING = nn.Module().__dict__.keys()  # what torch keeps in every module, the flag of training included
-_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has nothing of its own but numbers and words, so that a quick copy is a whole one."""
-    kind = type(module)
-    own = (value for key, value in vars(module).items() if key not in _HOLDING)
-    hooks = any(vars(module)[key] for key in _HOLDING if key.endswith("_hooks"))
-    usual = kind.__reduce_ex__ is object.__reduce_ex__ and getattr(kind, "__deepcopy__", None) is None
-    parts = (part for value in own for part in (value if isinstance(value, tuple | list) else (value,)))
-    return usual and not hooks and all(isinstance(part, _PLAIN) for part in parts)
-
-
-def _slight(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """What `copy.deepcopy` makes of a plain module, in a tenth of the time."""
-    out = object.__new__(type(module))
-    for key, value in vars(module).items():
-        out.__dict__[key] = value.copy() if isinstance(value, dict | list | set) else value
-    out._parameters = {key: p if p is None else memo[id(p)] for key, p in module._parameters.items()}
-    out._modules = {key: copy.deepcopy(m, memo) for key, m in module._modules.items()}  # shared, it may be new
-    for key, b in module._buffers.items():
-        if isinstance(b, Tensor) and type(b) is Tensor and b.is_leaf:
-            out._buffers[key] = memo.setdefault(id(b), b.clone())
-        else:
-            out._buffers[key] = copy.deepcopy(b, memo)
-    return out
 
 
 def turns(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:

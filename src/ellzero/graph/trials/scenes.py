@@ -19,10 +19,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from ellzero.graph.axes import Graph, Numbers
+from ellzero.graph.forwards.copying import lean, whole_copy
 from ellzero.graph.plan import Mask, Plan
 from ellzero.graph.standins import SHORTCUTS
-from ellzero.graph.tracing import Inputs, places, run, whole_copy
-from ellzero.graph.trials.running import Calls, disturb, lean, move, seeded, tensors_of
+from ellzero.graph.tracing import Inputs, places, run
+from ellzero.graph.trials.running import Calls, disturb, move, seeded, tensors_of
 
 Lends = Callable[[str, Tensor], None]
 _MANY = 10_000  # numbers, whose memory matters

@@ -8,7 +8,6 @@ they fix each region's constant, and one factor for all.
 
 from __future__ import annotations
 
-import copy
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,9 @@ from torch.utils._pytree import tree_map
 
 from ellzero.gated.counting import Vector, count_widths
 from ellzero.gated.module import Gated
+from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.plan import Plan
 from ellzero.graph.tracing import Inputs, batch_size, progress, telling
-from ellzero.graph.trials.running import lean
 from ellzero.out.compaction import fitted, refuse_unfit
 from ellzero.out.latency.curves import constant
 from ellzero.out.latency.regions import TOGETHER, Clock, Meter
@@ -119,7 +118,7 @@ class Survey:
         reference = next(p for p in self.gated.model.parameters() if p.is_floating_point())
         self.model = self.gated.model
         if (reference.device, reference.dtype) != (device, dtype):
-            self.model = copy.deepcopy(self.model).to(device, dtype)
+            self.model = duplicate(self.model).to(device, dtype)
         inputs = fitted(resized(self.gated.example_inputs, batch), device, dtype)
         self.where = Where.here(device, batch_size(inputs), dtype)
         self.meter = Meter(lean(self.model).eval(), inputs, device, clock)

@@ -1,0 +1,123 @@
+"""Copies of a model, and of modules in it that are put in the place of others. What Python leaves to the original
+follows: functions that a module keeps, as its hooks or as `self.f = lambda x: layer(x)`, and that hold such a module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+T = TypeVar("T", bound=nn.Module)
+Memo = dict[int, Any]  # of what was copied, by its `id`
+
+
+def duplicate(model: T) -> T:
+    """A copy of a model that has nothing of it."""
+    memo: Memo = {}
+    out: T = copy.deepcopy(model, memo)
+    _rebind(out, memo)
+    return out
+
+
+def whole_copy(model: nn.Module) -> nn.Module:
+    """A copy to try things out on; refused where that would be done to the model itself."""
+    out, own = duplicate(model), {id(p) for p in model.parameters()}
+    if any(id(p) in own for p in out.parameters()):
+        raise ValueError("a copy of `model` must have parameters of its own, got the same")
+    return out
+
+
+def lean(model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
+    """A copy that shares its parameters with the model, for whoever does not change their numbers; or has other ones
+    `instead`, by their `id`.
+    """
+    memo: Memo = {id(p): (instead or {}).get(id(p), p) for p in model.parameters()}
+    for module in reversed(list(model.modules())):  # what is inside before what holds it
+        if id(module) not in memo:
+            memo[id(module)] = _slight(module, memo) if _is_plain(module) else copy.deepcopy(module, memo)
+    out: nn.Module = memo[id(model)]
+    _rebind(out, memo)
+    return out
+
+
+_HOLDING = nn.Module().__dict__.keys()  # what torch keeps in every module, the flag of training included
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module has nothing of its own but numbers and words, so that a quick copy is a whole one."""
+    kind = type(module)
+    own = (value for key, value in vars(module).items() if key not in _HOLDING)
+    hooks = any(vars(module)[key] for key in _HOLDING if key.endswith("_hooks"))
+    usual = kind.__reduce_ex__ is object.__reduce_ex__ and getattr(kind, "__deepcopy__", None) is None
+    parts = (part for value in own for part in (value if isinstance(value, tuple | list) else (value,)))
+    return usual and not hooks and all(isinstance(part, _PLAIN) for part in parts)
+
+
+def _slight(module: nn.Module, memo: Memo) -> nn.Module:
+    """What `copy.deepcopy` makes of a plain module, in a tenth of the time."""
+    out = object.__new__(type(module))
+    for key, value in vars(module).items():
+        out.__dict__[key] = value.copy() if isinstance(value, dict | list | set) else value
+    out._parameters = {key: p if p is None else memo[id(p)] for key, p in module._parameters.items()}
+    out._modules = {key: copy.deepcopy(m, memo) for key, m in module._modules.items()}  # shared, it may be new
+    for key, b in module._buffers.items():
+        if isinstance(b, Tensor) and type(b) is Tensor and b.is_leaf:
+            out._buffers[key] = memo.setdefault(id(b), b.clone())
+        else:
+            out._buffers[key] = copy.deepcopy(b, memo)
+    return out
+
+
+def put(model: nn.Module, path: str, new: nn.Module) -> None:
+    """Has another module in the place of one, in its mode; in functions that held that one, too."""
+    old = model.get_submodule(path)
+    model.set_submodule(path, new.train(old.training))
+    _rebind(model, {id(old): new})
+
+
+def _rebind(model: nn.Module, memo: Memo) -> None:
+    """Lets functions that a model keeps hold what became of the modules that they held."""
+    for module in model.modules():
+        for key, value in list(vars(module).items()):
+            kept = value if isinstance(value, dict) else {key: value}
+            found = {k: f for k, f in kept.items() if isinstance(f, FunctionType)}
+            (value if isinstance(value, dict) else module.__dict__).update({k: _own(f, memo) for k, f in found.items()})
+
+
+def _own(value: Any, memo: Memo) -> Any:
+    """What a function, or what it holds, is in the copy: the same, where nothing of it was copied."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in memo:
+        return MethodType(value.__func__, memo[id(value.__self__)])
+    if isinstance(value, list | tuple | dict):
+        whole = any(id(leaf) in memo for leaf in tree_leaves(value))
+        return tree_map(lambda leaf: memo.get(id(leaf), leaf), value) if whole else value
+    if not isinstance(value, FunctionType) or not value.__closure__:
+        return value
+    cells = tuple(CellType() for _ in value.__closure__)
+    out = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    memo[id(value)] = out  # at once: it may hold itself
+    same = [_fill(cell, old, memo) for cell, old in zip(cells, value.__closure__, strict=True)]
+    if all(same):
+        memo[id(value)] = value
+    out.__kwdefaults__, out.__qualname__, out.__doc__ = value.__kwdefaults__, value.__qualname__, value.__doc__
+    vars(out).update(vars(value))
+    return memo[id(value)]
+
+
+def _fill(cell: CellType, old: CellType, memo: Memo) -> bool:
+    """Puts what a function's cell holds into that of the copy; whether it is the same."""
+    with suppress(ValueError):  # nothing was put there yet
+        held = old.cell_contents
+        cell.cell_contents = _own(held, memo)
+        return cell.cell_contents is held
+    return True
