@@ -136,10 +136,14 @@ def test_gates_that_nothing_has_moved_are_noticed() -> None:
         untouched(X.to(next(untouched.parameters())))
         with pytest.warns(UserWarning, match="no gate has moved since `attach`"):
             l0.compact(untouched)
-    again = copy.deepcopy(gated)
+    again, third = copy.deepcopy(gated), copy.deepcopy(gated)
+    l0.finalize(third, 1.0)  # nothing to close
+    with pytest.warns(UserWarning, match="nothing was learned about what `finalize` closes"):
+        l0.finalize(third, 0.7)
     with torch.no_grad():
         gated.gates["0"].log_alpha[3] += 1
     l0.compact(gated)
+    l0.finalize(copy.deepcopy(gated), 0.7)
     again.load_state_dict(gated.state_dict())
     l0.compact(again)
 
@@ -166,7 +170,13 @@ def test_statistics_of_a_network_with_several_inputs() -> None:
         seen = gated.model.a(one) - gated.model.a(two)  # gates act behind the norm
         torch.testing.assert_close(norm.running_mean, seen.mean(0))
     before = copy.deepcopy(norm.state_dict())
-    with pytest.raises(TypeError, match="missing 1 required"):
+    told = r"attached with \(a tensor \[8, 6\], a tensor \[8, 6\], a float\), got \(a tensor \[8, 6\]\) .*missing 1 req"
+    with pytest.raises(ValueError, match=told):
         l0.recalibrate(gated, [(one, two), one])
+    with pytest.raises(ValueError, match=r"got \(one=a tensor \[8, 6\]\)"):
+        l0.recalibrate(gated, [{"one": one}])
+    for wrong in (one, 3, "loader"):
+        with pytest.raises(TypeError, match=r"`batches` must be batches one after .* got a (tensor|int|str)"):
+            l0.recalibrate(gated, wrong)  # type: ignore[arg-type]
     assert all(torch.equal(before[key], value) for key, value in norm.state_dict().items())
     assert norm.momentum == 0.1

@@ -196,6 +196,7 @@ def test_finalize_closes_blocks_where_units_are_not_enough() -> None:
     with pytest.raises(ValueError, match="must be at least"):
         refuse_unreachable(plain, 0.5, l0.macs)
     refuse_unreachable(gated, 0.5, l0.macs)
+    set_gates(gated, {})
     l0.finalize(gated, 0.5, l0.macs)
     closed = [name for name, gate in gated.named_gates() if name in wholes(gated) and not gate.open().any()]
     assert closed

@@ -255,6 +255,7 @@ def test_costs_are_those_of_the_networks_that_come_out() -> None:
 
 def test_finalize_closes_whole_groups() -> None:
     gated = l0.attach(settled(stack(nn.GroupNorm(4, 12), nn.ReLU())), draw(2, 3, 6, 6)).eval()
+    set_gates(gated, {})
     l0.finalize(gated, at_most=0.6, cost=l0.macs)
     small: Any = l0.compact(gated)
     assert (small[1].num_groups, small[0].out_channels) == (2, 6)

@@ -66,7 +66,7 @@ def test_heads_take_their_slopes_along(shape: str, named: bool) -> None:
     model: Any = settled(Sloped(shape, named))
     with pytest.raises(ValueError, match=r"as a slope of ALiBi, could follow in a buffer of it, or by `l0.numbered`"):
         l0.attach(model, draw(2, 5, 8))
-    found: Any = l0.numbered(model, draw(2, 5, 8))
+    found: Any = l0.numbered(model, draw(4, 4, 8))  # as many examples and places as heads
     assert torch.equal(found(draw(3, 7, 8)), model(draw(3, 7, 8)))
     gated = l0.attach(found, draw(2, 5, 8)).eval()
     for closed in ({"layers.0.qkv": [0, 2], "layers.1.qkv": [3]}, {"layers.1.qkv": [0, 1, 3]}):

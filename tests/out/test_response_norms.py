@@ -49,6 +49,8 @@ class Block(nn.Module):
 def test_a_norm_that_a_function_holds_is_replaced_there_too() -> None:
     """Or the compact network would go on with the norm, and the weights, of another one."""
     model: Any = settled(nn.Sequential(Responding(8, 6)))
+    with pytest.raises(ValueError, match=r"`mean` in `0.norm` mixes its units, which `l0.centred` may do away with"):
+        l0.attach(model, draw(2, 5, 8))
     gated = l0.attach(l0.centred(model, draw(2, 5, 8)), draw(2, 5, 8)).eval()
     z = set_gates(gated, {"0.up": [0, 2, 3]})["0.up"]
     small: Any = l0.compact(gated)

@@ -80,6 +80,9 @@ def by_hand(model: Any, experts: Tensor, units: Tensor) -> Any:
 @pytest.mark.parametrize("scores", ["layer", "renormalised", "whole", "picked first"])
 def test_experts_go_with_their_rows_of_the_router(scores: str) -> None:
     model: Any = settled(Experts(scores))
+    reasons = [str(axis.frozen) for axis in l0.attach(model, draw(2, 5, 8)).axes if axis.size == 4]
+    assert reasons
+    assert all(reason.endswith("which `l0.routed` may do away with") for reason in reasons), reasons
     routed = l0.routed(model, draw(2, 5, 8))
     assert torch.equal(routed(draw(3, 7, 8)), model(draw(3, 7, 8)))
     gated = l0.attach(routed, draw(2, 5, 8)).eval()

@@ -117,7 +117,8 @@ def check_groups(argument: str, what: str, value: object, accepts: Callable[[flo
         raise ValueError(f"{what}, or a dictionary of them, got {value!r}")
     for pattern in value:
         if not isinstance(pattern, str):
-            raise ValueError(f"`{argument}` must have patterns as keys, got {pattern!r}")
+            other = "; a cost has an argument of its own" if callable(pattern) else ""
+            raise ValueError(f"`{argument}` must have patterns as keys, got {pattern!r}{other}")
     return {pattern: check_number(f"{what}, for {pattern!r} too", number, accepts) for pattern, number in value.items()}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
+from ellzero.objectives.checking import check_fractions
 from ellzero.objectives.costs import Cost, dense, kept, name_of, params, unwrapped
 from ellzero.out.bounding.targets import Sets, Target, asleep, of_blocks, sets_of, targets_of, weighed
 from ellzero.out.bounding.uniform import families_of, opened, uniformly
@@ -53,12 +54,14 @@ def finalize(
             such as the layers of a transformer: multiples of 8 of 64 or more. What that opens, opens by little too.
 
     Raises:
-        ValueError: the target lies below what the gates can reach; nothing is changed.
+        ValueError: `at_most` is no fraction, or below what the gates can reach; nothing is changed.
     """
     if not callable(cost):
         raise TypeError(f"`cost` must be a cost such as `l0.macs`, got {cost!r}")
     refuse_unfit(gated)
+    check_fractions(at_most)
     before = float(kept(cost)(gated))
+    learned = gated.has_learned() or any(gate.sees_weights for _, gate in gated.named_gates())  # these may have
     bring_within(gated, {cost: at_most}, fill=fill, uniform=uniform)
     closed = (before - float(kept(cost)(gated))) / dense(cost, gated)
     if closed > MUCH and gated.drawn and not gated.fixed:  # in a loop, and not by hand
@@ -66,6 +69,8 @@ def finalize(
             f"`finalize` closed {100 * closed:.0f} % of the dense `{name_of(cost)}` at once, which training had kept: "
             "train longer or under a `Budget`, or tune the network from here on"
         )
+    if closed and not learned:
+        warn("no gate has moved since `attach`, so that nothing was learned about what `finalize` closes: train first")
 
 
 def bring_within(
@@ -75,10 +80,6 @@ def bring_within(
     refuse_unfit(gated)
     _check_uniform(uniform)
     targets = [target for cost, at_most in bounds.items() for target in targets_of(gated, at_most, cost)]
-    for target in targets:
-        fraction = target.fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-            raise ValueError(f"`at_most` is a fraction of the dense cost in (0, 1], got {fraction!r}")
     opens = gated.opens()
     with torch.no_grad():
         opens = _revived(gated, opens) if fill else opens

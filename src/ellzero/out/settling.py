@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ellzero import gates
 from ellzero.gated.module import Gated
+from ellzero.graph.tracing import first_line
 from ellzero.objectives.costs import Cost
 from ellzero.out.finalization import Uniform, bring_within, revive
 from ellzero.out.latency.correcting import chosen_by_the_clock
@@ -68,11 +69,16 @@ def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
             of them as the first.
 
     Raises:
-        ValueError: `batches` is empty, and there are statistics to gather. As with any other error, nothing is changed.
+        ValueError: `batches` is empty, and there are statistics to gather, or the network does not take one of them. As
+            with any other error, nothing is changed.
     """
     norms = norms_of(network)
     if not norms:
         return
+    if isinstance(batches, Tensor | str) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"`batches` must be batches one after the other, as a data loader or `[x]`, got {_word(batches)}"
+        )
     calls = iter(batches)
     first = next(calls, None)
     if first is None:
@@ -123,11 +129,32 @@ def gathering(norms: Sequence[_BatchNorm]) -> Iterator[None]:
 def _call(network: nn.Module, batch: Any) -> None:
     device = next(network.parameters()).device
     if isinstance(batch, Mapping):
-        network(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
+        _run(network, (), {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
         return
     entries = batch if isinstance(batch, tuple | list) else [batch]
-    given = entries[0] if isinstance(entries[0], tuple | list) else entries[: _needed(network)]
-    network(*(x.to(device) if isinstance(x, Tensor) else x for x in given))
+    given = entries[0] if entries and isinstance(entries[0], tuple | list) else entries[: _needed(network)]
+    _run(network, tuple(x.to(device) if isinstance(x, Tensor) else x for x in given), {})
+
+
+def _run(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        network(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        usual = f", which was attached with {_look(*network.example_inputs)}" if isinstance(network, Gated) else ""
+        what = f"a batch of `batches` must be what the network is called with{usual}, got {_look(args, kwargs)}"
+        raise ValueError(f"{what} ({first_line(error)})") from error
+
+
+def _look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """What a network is called with, in words."""
+    shown = [f"{k}=" * isinstance(k, str) + _word(v) for k, v in (*enumerate(args), *kwargs.items())]
+    return f"({', '.join(shown)})"
+
+
+def _word(value: Any) -> str:
+    return f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _needed(network: nn.Module) -> int:

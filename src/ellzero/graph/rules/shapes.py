@@ -14,6 +14,8 @@ from ellzero.graph.axes import Numbers
 from ellzero.graph.rules.call import SIZED, Call, axis, couples, tensors, unknown
 from ellzero.graph.values import Value
 
+BY_NUMBER = "picks units by their number"
+
 
 @couples(
     "view", "reshape", "flatten", "unflatten", "_unsafe_view", "view_as", "reshape_as", "_reshape_alias", sized=True
@@ -77,7 +79,7 @@ def part(
         rows = values.solid(call.ties, x, dim).reshape(-1, step)
         call.ties.tie(np.broadcast_to(rows[:, :1], rows.shape), rows)
     else:
-        return unknown(call, [x], f"{call.where} picks units by their number")
+        return unknown(call, [x], f"{call.where} {BY_NUMBER}")
     call.ties.placed.append(x.carried[x.group(dim) or group])
     return values.take(x, dim, index)
 
@@ -205,14 +207,14 @@ def picked(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
         values.freeze(call.ties, numbers, f"{call.where} uses it as an index")
     follows = alone and told and here is not None and len(here) == len(told[0])  # as many are there as are told of
     for atoms in told if not follows else ():
-        call.ties.freeze(atoms, f"{call.where} picks units by their number")
+        call.ties.freeze(atoms, f"{call.where} {BY_NUMBER}")
     if not dims or dims[-1] - dims[0] >= len(dims):  # torch puts what is picked in front then
         return unknown(call, [x])
     if follows and here is not None:
         call.ties.tie(here, told[0])
         carried = {g: a for g, a in x.carried.items() if g != (dims[0],)}
     else:
-        carried = values.without(call.ties, x, dims, f"{call.where} picks units by their number")
+        carried = values.without(call.ties, x, dims, f"{call.where} {BY_NUMBER}")
     shift = len(call.shape) - x.ndim
     carried = {tuple(d + shift * (d > dims[-1]) for d in g): a for g, a in carried.items()}
     experts = x.source if dims == [0] and x.ndim == 3 == len(call.shape) else None  # each is still a matrix of its own

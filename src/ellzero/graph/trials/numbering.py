@@ -17,7 +17,7 @@ from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.ties import OF_EACH_HEAD
 from ellzero.graph.tracing import Inputs, as_inputs, trace
-from ellzero.graph.trials.running import run_noting
+from ellzero.graph.trials.running import first_examples, run_noting
 
 M = TypeVar("M", bound=nn.Module)
 HEADS = "heads_left"  # where attention has its `HeadNumbers`
@@ -105,7 +105,12 @@ def _given(model: nn.Module, axes: dict[str, Axis], inputs: Inputs) -> Iterator[
             if isinstance(value, Tensor) and lies_along(value, axes[modules[path]].size):
                 seen[path].add(key)
 
-    run_noting(model, inputs, {path: model.get_submodule(path) for path in modules}, note)
+    asked = {path: model.get_submodule(path) for path in modules}
+    try:
+        run_noting(model, first_examples(inputs, 1), asked, note)  # several may be as many as there are heads
+    except Exception:  # it takes no other batch
+        seen = {path: set() for path in modules}
+        run_noting(model, inputs, asked, note)
     for path, name in modules.items():
         if seen[path]:
             yield name, path, tuple(sorted(seen[path], key=str))

@@ -27,6 +27,7 @@ from ellzero.graph.stored import (
     widths_of_inputs,
 )
 from ellzero.graph.tracing import Inputs, first_line, progress
+from ellzero.graph.trials import responding, routing
 from ellzero.graph.trials.blocks import found
 from ellzero.graph.trials.drawing import HowMuch, Together, cells, drawn, sift, sifted, together
 from ellzero.graph.trials.retracing import strays
@@ -122,7 +123,8 @@ def _proven(bench: _Bench) -> Graph:
     matters = np.repeat([a.frozen is None for a in axes] + [False], [a.size for a in axes] + [1])  # the last: unit -1
     balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
-    return replace(graph, axes=tuple(axes), balances=balances, steps=steps, grouped=None)
+    done = replace(graph, axes=tuple(axes), balances=balances, steps=steps, grouped=None)
+    return responding.hinted(routing.hinted(done))
 
 
 def _tried_again(

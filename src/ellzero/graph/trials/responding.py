@@ -8,6 +8,7 @@ where it cannot follow. Such a module is found by what it does: put beside a `Re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
 
@@ -36,6 +37,14 @@ def response_norms(model: nn.Module, graph: Graph, inputs: Inputs) -> dict[str, 
         if same is not None:
             found[path] = same
     return found
+
+
+def hinted(graph: Graph) -> Graph:
+    """The graph in which channels that cannot go because of such a norm tell what may help."""
+    stuck = {f"`mean` in `{step.module}` mixes its units" for step in graph.steps if step.op in _SUMS_SQUARES}
+    hint = ", which `l0.centred` may do away with"
+    axes = (replace(a, frozen=f"{a.frozen}{hint}") if a.frozen in stuck else a for a in graph.axes)
+    return graph.with_axes(axes) if stuck else graph
 
 
 def _looks_like_one(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ gate multiplies the share; closed, the expert goes, and its row of the router wi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, TypeVar, final
 
 import torch
@@ -15,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ellzero.graph.axes import Graph
+from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.forwards.copying import duplicate
+from ellzero.graph.rules.shapes import BY_NUMBER
 from ellzero.graph.tracing import as_inputs, trace
 
 M = TypeVar("M", bound=nn.Module)
 SHARES = "shares"  # where a router has its `Shares`
 _ON_THE_WAY = ("to", "_to_copy", "clone", "contiguous", "view", "reshape", "softmax", "sigmoid", "add")
+_HINT = ", which `l0.routed` may do away with"
 _LIBRARY = torch.library.Library("ellzero", "FRAGMENT")
 _LIBRARY.define("with_shares(Tensor logits, Tensor share) -> Tensor")
 
@@ -108,6 +111,19 @@ def routed(model: M, example_inputs: Any) -> M:
     if not found:
         raise ValueError(f"`model` has no router whose experts could go: {why}")
     return _with(model, found)
+
+
+def hinted(graph: Graph) -> Graph:
+    """The graph in which experts that cannot go, and what scores them, tell what may help."""
+    routers = {weight for path, weight in _routers(graph) if f"{path}.{SHARES}.open".lstrip(".") not in graph.shapes}
+    sizes = {graph.shapes[weight][0] for weight in routers}
+
+    def told(axis: Axis) -> Axis:
+        scores = any(site.tensor in routers and site.dims == (0,) for site in axis.sites)
+        picked = axis.size in sizes and (axis.frozen or "").endswith(BY_NUMBER)
+        return replace(axis, frozen=f"{axis.frozen}{_HINT}") if axis.frozen and (scores or picked) else axis
+
+    return graph.with_axes(map(told, graph.axes)) if routers else graph
 
 
 def without_shares(model: M) -> M:
