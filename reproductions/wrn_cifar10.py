@@ -3,6 +3,7 @@
     ellzero reproduce wrn-cifar10 --only wrn-cifar10,shrink-wrn-20-cifar10 --every 20 --device cuda
     ellzero reproduce wrn-cifar10 --draw-only --out results/wrn-cifar10
     ellzero reproduce wrn-cifar100 --only shrink-wrn-35-cifar100 --every 20 --device cuda
+    ellzero reproduce preresnet-cifar10 --every 20 --device cuda
 
 The paper says that gates "can greatly speed up training" and draws *expected* FLOPs over iterations; here the measured
 seconds of an epoch are beside them. A row takes a GPU for 8 to 15 minutes, and `--resume` takes it up where it was
@@ -12,6 +13,9 @@ one after the other: batch norm keeps a network out of a stack.
 Published: Table 2 has last errors, the median of five runs, for the dense network (Zagoruyko & Komodakis, 2016), the
 one with dropout, and both λs. Those of the rows with constraints (ε for each layer) are the best and the last error
 that the 2022 code of Gallego-Posada et al. gives; it trains the whole network to the end.
+
+"λ, shrinking" takes out what has been closed for long while the gates stay alive. "streams" bounds the MACs of the
+whole network, and gates its residual streams too: with hidden layers alone no step is shorter than half a dense one.
 
 Two rows say what averaging is worth: "ε=20 %, dropped" settles and shrinks as "ε=20 %" does, then has the paper's
 drops of the learning rate and no average; "dense, averaged" is the dense network with the average in their place.
@@ -31,6 +35,7 @@ from typing import Any
 
 from rich.table import Table
 
+from ellzero.experiments import networks
 from ellzero.experiments.figures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, grid, legend, save
 from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import pace
@@ -51,17 +56,25 @@ ROWS = (
     Row("dropout 0.3", get("wrn-dropout-cifar10"), error="3.89"),
     Row("λ=0.001/N", get("louizos-wrn-0.001-cifar10"), error="3.83"),
     Row("λ=0.002/N", get("louizos-wrn-0.002-cifar10"), error="3.93"),
+    Row("λ=0.001/N, shrinking", get("alive-wrn-0.001-cifar10")),
+    Row("λ=0.002/N, shrinking", get("alive-wrn-0.002-cifar10")),
     Row("ε=80 %", get(CONSTRAINED.format(80)), "82 % of parameters", "3.69 | 3.96±0.15"),
     Row("ε=50 %", get(CONSTRAINED.format(50))),
     Row("ε=35 %", get(CONSTRAINED.format(35)), "31 % of MACs", "3.80 | 4.13±0.13"),
     Row("ε=20 %", get(CONSTRAINED.format(20)), "16 % of MACs", "4.05 | 4.28±0.16"),
     Row("ε=20 %, dropped", get(CONSTRAINED.format(20)).override(name="dropped-wrn-20-cifar10", **DROPPED)),
+    Row("streams, 16 % of MACs", get("streams-wrn-16-cifar10")),
+)
+ROWS_DEEP = (
+    Row("dense", get("preresnet-cifar10"), error="6.37"),
+    Row("50 % of MACs", get("preresnet-50-cifar10")),
 )
 ROWS_100 = (
     Row("dense", get("wrn-cifar100"), error="21.18"),
     Row("dropout 0.3", get("wrn-dropout-cifar100"), error="18.85"),
     Row("λ=0.001/N", get("louizos-wrn-0.001-cifar100"), error="18.75"),
     Row("λ=0.002/N", get("louizos-wrn-0.002-cifar100"), error="19.04"),
+    *(Row(f"λ={c}/N, shrinking", get(f"alive-wrn-{c}-cifar100")) for c in (0.001, 0.002)),
     *(Row(f"ε={percent} %", get(f"shrink-wrn-{percent}-cifar100")) for percent in (50, 35, 20)),
 )
 COLOURS = {
@@ -73,6 +86,8 @@ COLOURS = {
     "ε=50 %": GREEN,
     "ε=35 %": ORANGE,
     "ε=20 %": VERMILION,
+    "streams": GREEN,
+    "50 % of MACs": GREEN,
 }
 
 Record = dict[str, Any]
@@ -204,16 +219,19 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         legend(figure, cost, columns=10)
         device = " or ".join(dict.fromkeys(str(r["device"]) for r in records))
         data = records[0]["recipe"]["data"]
-        caption = f"""WRN-28-10 on {data.replace("cifar", "CIFAR-")}, {device}. (a) MACs of a forward pass that the
+        network = networks.find(records[0]["recipe"]["network"]).title
+        caption = f"""{network} on {data.replace("cifar", "CIFAR-")}, {device}. (a) MACs of a forward pass that the
             gates leave, in percent of the dense network's: expected over their noise, and kept from where
             they are fixed; networks without gates compute everything, with dropout too. Dotted: MACs of the
             network that is trained. (b) Measured seconds of an epoch of training, the mean since the record
             before, compilation included: where that is, lines may go beyond the scale. (c) Test error over
             the seconds of training so far. Triangles: units are taken out of the network that is trained.
-            Thin lines: further seeds. Dashed: the same network, with or without averaging."""
-        return save(figure, folder / f"wrn-{data}", caption)
+            Thin lines: further seeds. Dashed: a variant of the row before the comma."""
+        return save(figure, folder / f"{'wrn' if 'WRN' in network else 'preresnet'}-{data}", caption)
 
 
 TITLE = "Louizos et al. (2018), Figure 4 and Table 2, with measured seconds"
 STUDY = Study("wrn-cifar10", TITLE, ROWS, seeds=1, table=table, draw=draw, keep_networks=True)
+TITLE_DEEP = "Louizos et al. (2018), Table 2: the pre-activation ResNet-110, with measured seconds"
+STUDY_DEEP = Study("preresnet-cifar10", TITLE_DEEP, ROWS_DEEP, seeds=1, table=table, draw=draw, keep_networks=True)
 STUDY_100 = Study("wrn-cifar100", TITLE, ROWS_100, seeds=1, table=table, draw=draw, keep_networks=True)

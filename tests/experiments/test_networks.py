@@ -110,6 +110,18 @@ def test_a_narrower_network_has_a_share_of_every_width(name: str) -> None:
         facts.narrower(10, 0)
 
 
+def test_a_pre_activation_resnet_has_the_layers_of_its_name_and_two_ways_around() -> None:
+    with torch.device("meta"):
+        net = find("preresnet-110").make(10)
+    layers = [m for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert len([m for m in layers if m.weight.shape[2:] != (1, 1)]) == 110
+    assert [tuple(m.weight.shape[:2]) for m in layers if m.weight.shape[2:] == (1, 1)] == [(32, 16), (64, 32)]
+    squares = 36 * 16**2 + (16 * 32 + 35 * 32**2) + (32 * 64 + 35 * 64**2)  # of each stage; two begin with fewer
+    norms = 2 * (36 * 16 + (16 + 35 * 32) + (32 + 35 * 64) + 64)
+    wanted = 9 * (3 * 16 + squares) + 16 * 32 + 32 * 64 + norms + 64 * 10 + 10
+    assert sum(p.numel() for p in net.parameters()) == wanted == 1_730_522
+
+
 def test_no_such_network() -> None:
     with pytest.raises(ValueError, match=r"`depth` must be 6 n \+ 2 .* got 57"):
         ResNet(57)
@@ -148,7 +160,9 @@ def test_facts_are_those_of_the_network(name: str, x: Tensor) -> None:
     assert differ == facts.residual
 
 
-@pytest.mark.parametrize("name", ["resnet", "lenet-5", "wrn-27-10", "wrn-4-1", "wrn-28-0", "wrn-28-10-1", ""])
+@pytest.mark.parametrize(
+    "name", ["resnet", "lenet-5", "wrn-27-10", "wrn-4-1", "wrn-28-0", "wrn-28-10-1", "preresnet-111", ""]
+)
 def test_an_unknown_network_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(
         ValueError,

@@ -93,7 +93,8 @@ def test_wide_networks_are_trained_as_published() -> None:
     for name, recipe in RECIPES.items():
         if recipe.network == "wrn-28-10":
             assert (recipe.optimizer, recipe.lr, recipe.momentum, recipe.nesterov) == ("sgd", 0.1, 0.9, True), name
-            drops = (60,) if name.startswith("shrink-") else (60, 120, 160)  # ours average in place of the later ones
+            ours = name.startswith(("shrink-", "streams-"))
+            drops = (60,) if ours else (60, 120, 160)  # ours average in place of the later ones
             assert (recipe.milestones, recipe.decay, recipe.batch, recipe.epochs) == (drops, 0.2, 128, 200), name
             assert (recipe.l2, recipe.augment, recipe.scaling) == (5e-4, True, "standard"), name
     dense, dropout = get("wrn-cifar10"), get("wrn-dropout-cifar100")
@@ -103,6 +104,12 @@ def test_wide_networks_are_trained_as_published() -> None:
     assert penalised.l2 * penalised.l2_gated_factor == pytest.approx(5e-4 / 0.7)
     assert penalised.gate_lr == 60 * penalised.lr  # always: it falls with that of the weights
     assert penalised.decay_gates
+    alive = get("alive-wrn-0.002-cifar100")
+    assert alive.gate_lr == 20 * alive.lr
+    assert alive.override(name=penalised.name, shrink_at=(), gate_lr=penalised.gate_lr) == penalised
+    deep, half = get("preresnet-cifar10"), get("preresnet-50-cifar10")  # He et al., Identity Mappings
+    assert (deep.network, deep.lr, deep.l2, deep.decay, deep.batch) == ("preresnet-110", 0.1, 1e-4, 0.1, 128)
+    assert (half.network, half.cost, half.at_most, half.settle_at) == ("preresnet-110", "macs", 0.5, 20)
     for percent in (80, 70, 50, 35, 20):
         r = get(f"gallego-wrn-{percent}-cifar10")
         assert isinstance(r.at_most, dict)

@@ -34,6 +34,7 @@ TRAINED = [
     "control",
     "wrn-cifar10",
     "wrn-cifar100",
+    "preresnet-cifar10",
     "frontier",
     "frontier-split",
     "gpt-shakespeare",
@@ -50,6 +51,7 @@ def test_each_file_that_defines_a_study_is_found_under_its_own_name() -> None:
     files = {p.stem for p in FOLDER.glob("*.py")} - tools
     assert {name.replace("-", "_") for name in known()} == files | {
         "wrn_cifar100",
+        "preresnet_cifar10",
         "arena_split",
         "frontier_split",
         "vit_cifar10",
@@ -460,9 +462,12 @@ def test_rows_of_wide_networks_can_be_compared() -> None:
         assert (recipe.optimizer, recipe.lr, recipe.milestones, recipe.l2) == ("sgd", 0.1, drops, 5e-4)
         alike = ("precision", "channels_last", "compile", "augment")
         assert [getattr(recipe, name) for name in alike] == [getattr(rows[0], name) for name in alike]
-    assert [r.penalty for r in rows if r.penalty] == [0.001, 0.002]
-    for recipe, target in zip(rows[5:], (0.8, 0.5, 0.35, 0.2, 0.2), strict=True):
+    assert [(r.penalty, bool(r.shrink_at)) for r in rows if r.penalty] == [
+        (0.001, False), (0.002, False), (0.001, True), (0.002, True)
+    ]  # fmt: skip
+    for recipe, target in zip(rows[7:-1], (0.8, 0.5, 0.35, 0.2, 0.2), strict=True):
         assert recipe.at_most == {f"blocks.{k}.conv1": target for k in range(12)}
+    assert (rows[-1].placement, rows[-1].cost, rows[-1].at_most) == ("streams", "macs", 0.16)
 
 
 def test_what_averaging_buys_is_seen_by_rows_that_differ_in_nothing_else() -> None:

@@ -22,6 +22,7 @@ from support.scripts import loaded
 DENSE = {
     "lenet300": {"l0_norm": 266_200.0, "params": 266_610.0, "macs": 266_200.0},
     "lenet5": {"l0_norm": 430_570.0, "params": 431_080.0, "macs": 2_293_000.0},
+    "preresnet-110": {"l0_norm": 0.86e6, "params": 1_730_522.0, "macs": 253e6},
     "wrn-28-10": {"l0_norm": 17e6, "params": 36_479_194.0, "macs": 5.2e9},
     "gpt-6-6-384": {"l0_norm": 1e7, "params": 10_770_048.0, "macs": 3_026_288_640.0},
     "vit-lite-7-4": {"l0_norm": 3e6, "params": 3_716_874.0, "macs": 254.5e6},

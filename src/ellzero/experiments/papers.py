@@ -153,13 +153,25 @@ def _wide() -> Iterable[Recipe]:
         yield dense.override(name=f"wrn-{data}", data=data)
         yield dense.override(name=f"wrn-dropout-{data}", data=data, dropout=0.3)
         for c in (0.001, 0.002):
-            yield louizos.override(name=f"louizos-wrn-{c}-{data}", data=data, penalty=c)
+            penalised = louizos.override(name=f"louizos-wrn-{c}-{data}", data=data, penalty=c)
+            yield penalised
+            # Gates stay alive to the end, what has been closed for long leaves the network on the way. At this rate the
+            # penalty alone moves log α by 4.8, and closes what the loss does not hold; at 6 it closes nearly all.
+            live = {"gate_lr": 2.0, "shrink_at": (10, 20, 40, 60, 90, 120)}
+            yield penalised.override(name=f"alive-wrn-{c}-{data}", **live)
         for percent in (80, 70, 50, 35, 20):
             paper = gallego.override(name=f"gallego-wrn-{percent}-{data}", data=data, at_most=_blocks(percent / 100))
             yield paper
             # Ours: the gates choose in the first epochs, and the small network trains on alone. In place of the later
             # drops of the learning rate, its parameters are averaged over some 25 epochs (Izmailov et al., 2018).
             yield paper.override(name=f"shrink-wrn-{percent}-{data}", **averaged)
+    # Streams have no layer of their own to be bounded: one bound on all MACs, by `Budget`'s controller.
+    yield _within(dense, 16).override(name="streams-wrn-16-cifar10", **averaged)
+    # He et al. (2016), Identity Mappings; they begin with a rate of 0.01 for 400 steps, and end after 164 epochs.
+    deep = {"network": "preresnet-110", "l2": 1e-4, "milestones": (100, 150), "decay": 0.1, "lr_warmup": 2}
+    deep_dense = dense.override(name="preresnet-cifar10", **deep)
+    yield deep_dense
+    yield _within(deep_dense, 50, learning=0.1).override(placement="shrinkable")
 
 
 def _blocks(at_most: float) -> dict[str, float]:

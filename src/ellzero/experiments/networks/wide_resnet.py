@@ -72,13 +72,21 @@ class WideResNet(nn.Module):
         return logits
 
 
-def _network(typed: re.Match[str]) -> Network | None:
-    depth, width = int(typed[1]), int(typed[2])
+def _wide(typed: re.Match[str]) -> Network | None:
+    return _network(typed[0], typed[0].upper(), int(typed[1]), int(typed[2]))
+
+
+def _thin(typed: re.Match[str]) -> Network | None:
+    """Pre-activation ResNets are called by one depth for all: that of a WRN counts two layers more, the ways around."""
+    return _network(typed[0], f"pre-activation ResNet-{typed[1]}", int(typed[1]) + 2, 1)
+
+
+def _network(name: str, title: str, depth: int, width: int) -> Network | None:
     if depth < 10 or depth % 6 != 4:
         return None
     return Network(
-        name=typed[0],
-        title=typed[0].upper(),
+        name=name,
+        title=title,
         make=lambda classes, dropout=0.0: WideResNet(depth, width, classes, dropout),
         images=(3, 32, 32),
         has_batch_norm=True,
@@ -90,4 +98,5 @@ def _network(typed: re.Match[str]) -> Network | None:
     )
 
 
-register(r"wrn-([1-9]\d*)-([1-9]\d*)", _network, typed='"wrn-DEPTH-WIDTH" with depth 10, 16, 22, 28, ...')
+register(r"wrn-([1-9]\d*)-([1-9]\d*)", _wide, typed='"wrn-DEPTH-WIDTH" with depth 10, 16, 22, 28, ...')
+register(r"preresnet-([1-9]\d*)", _thin, typed='"preresnet-DEPTH" with depth 8, 14, 20, ..., 110, ...')
