@@ -172,6 +172,45 @@ def test_other_networks_come_back_by_our_loader_alone(make: Any, said: Any, tmp_
     assert "from ellzero.integrations.transformers import from_pretrained" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["GPT2", "Bloom", "ConvNextV2"])
+def test_what_was_centred_or_numbered_comes_back(kind: str, tmp_path: Path) -> None:
+    """The stock class makes LayerNorms, attention with all its slopes, response norms with an eps in their code."""
+    import transformers
+
+    from ellzero.integrations.transformers import from_pretrained, save_pretrained
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_layer": 1, "n_head": 4, "use_cache": False} | ENDS
+    if kind == "GPT2":
+        del sizes["pad_token_id"]  # it would look for it in the words, and be exported, which takes seconds
+    if kind == "ConvNextV2":
+        config = transformers.ConvNextV2Config(hidden_sizes=[8, 8], depths=[1, 1], num_stages=2, patch_size=2)
+        model, example = (
+            transformers.ConvNextV2ForImageClassification(config),
+            {"pixel_values": torch.randn(2, 3, 8, 8)},
+        )
+    else:
+        config = getattr(transformers, f"{kind}Config")(
+            **sizes, **{"GPT2": {"n_embd": 16}, "Bloom": {"hidden_size": 16}}[kind]
+        )
+        model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else "BloomForCausalLM")(config)
+        example = {"input_ids": IDS}
+    prepared = (l0.numbered if kind == "Bloom" else l0.centred)(model.eval(), example)
+    gated = l0.attach(prepared, example, where=l0.shrinkable(streams=kind == "GPT2")).eval()
+    for _, gate in gated.named_gates():
+        gate.close_(torch.arange(gate.shape.numel()) % 3 == 1)
+    small = l0.compact(gated)
+    assert not save_pretrained(small, tmp_path)
+    again = from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert same(again, small, example)
+    if kind != "ConvNextV2":
+        assert torch.equal(
+            *(m.generate(IDS, do_sample=False, max_new_tokens=4, pad_token_id=0) for m in (small, again))
+        )
+
+
 def test_what_compact_returns_is_compared_on_inputs_like_the_example(tmp_path: Path) -> None:
     from ellzero.integrations.transformers import from_pretrained, save_pretrained
 

@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from ellzero.graph.tracing import Inputs, as_inputs
 from ellzero.graph.trials import fingerprint
 from ellzero.graph.trials.routing import without_shares
 from ellzero.graph.trials.running import agree, outputs
+from ellzero.integrations.preparing import prepare, said_of
 from ellzero.integrations.widths import Widths
 from ellzero.out.compaction import TOLERANCE
 from ellzero.out.files import write_text, writing
@@ -55,8 +56,9 @@ def save_pretrained(small: nn.Module, folder: str | os.PathLike[str], *, example
     """Writes a compact network of Hugging Face to a folder, and proves that it comes back as it is.
 
     Where every layer has the same widths and the configuration has a number for each, that number is changed and
-    `type(small).from_pretrained(folder)` loads it. Where not, `from_pretrained` of this module does; the stock class
-    finds no weights there, and raises. The configuration then names the widths of the dense network, and those of the
+    `type(small).from_pretrained(folder)` loads it. Where not, or where `centred`, `numbered` or `routed` left what the
+    stock class has no place for, `from_pretrained` of this module does; the stock class finds no weights there, and
+    raises. The configuration then names the widths of the dense network, and those of the
     single layers under `per_layer_config`, where they can be said so. Number type, tied weights and generation settings
     are kept. Tokenizers and processors are yours to save.
 
@@ -74,8 +76,7 @@ def save_pretrained(small: nn.Module, folder: str | os.PathLike[str], *, example
 
     Raises:
         TypeError: `small` is no `PreTrainedModel`, or has gates still.
-        ValueError: `folder` holds a network, `small` does not run on the inputs, or its experts have shares other than
-            1 (`l0.routed`), which a class of Transformers has no place for.
+        ValueError: `folder` holds a network, or `small` does not run on the inputs.
         RuntimeError: what was written does not come back the same; it is removed.
     """
     if isinstance(small, Gated):
@@ -86,9 +87,10 @@ def save_pretrained(small: nn.Module, folder: str | os.PathLike[str], *, example
     if taken := sorted({path.name for pattern in _TAKEN for path in target.glob(pattern)}):
         raise ValueError(f"`folder` must hold no network yet, got {str(target)!r} with {', '.join(taken)}")
     inputs = _inputs(small, example_inputs)
-    small = without_shares(small)
+    with suppress(ValueError):  # shares that are not 1 stay, and no stock class has a place for them
+        small = without_shares(small)
     widths = Widths(small)
-    config = widths.uniform()
+    config = None if said_of(small) else widths.uniform()
     if config is not None and _place(small, partial(_write_stock, small, config), inputs, target) is None:
         return True
     differs = _place(small, partial(_write_own, small, widths.per_layer()), inputs, target)
@@ -122,8 +124,12 @@ def from_pretrained(folder: str | os.PathLike[str], *, model_class: type[C] | No
     if not (source / WEIGHTS).exists():
         return kind.from_pretrained(source)  # type: ignore[no-any-return]
     about.pop("per_layer_config", None)
+    said = about.pop("ellzero", {})
     with no_init_weights():
         model = kind(kind.config_class.from_dict(about))
+    prepare(model, said)
+    if (experts := said.get("experts_implementation")) is not None:
+        model.set_experts_implementation(experts)
     load(model, source / WEIGHTS)
     if model.can_generate() and (source / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
@@ -160,9 +166,13 @@ def _write_own(small: PreTrainedModel, layers: dict[str, dict[str, int]], folder
     config = copy.deepcopy(small.config)
     config.architectures, config.dtype = [type(small).__name__], str(small.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
-    if layers:
+    ours: dict[str, Any] = dict(said_of(small))
+    if getattr(small.config, "_experts_implementation", None) == "batched_mm":  # others take no widths but some
+        ours["experts_implementation"] = "batched_mm"
+    more = {key: value for key, value in (("per_layer_config", layers), ("ellzero", ours)) if value}
+    if more:
         said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        write_text(folder / "config.json", json.dumps({**said, "per_layer_config": layers}, indent=2) + "\n")
+        write_text(folder / "config.json", json.dumps({**said, **more}, indent=2) + "\n")
     if small.can_generate():
         small.generation_config.save_pretrained(folder)
     save(small, folder / WEIGHTS)

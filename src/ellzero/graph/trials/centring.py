@@ -155,25 +155,26 @@ def _centre(model: nn.Module, graph: Graph, stream: _Stream) -> None:
         mean = rows.double().mean(dim, keepdim=True)
         weight.index_copy_(dim, index, (rows.double() - mean).to(rows.dtype))
     for norm in stream.norms:
-        _subtract_none(model, norm)
+        subtract_none(model, norm.module, norm.eps)
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and RootMeanSquare in (type(layer.norm1), type(layer.norm2)):
             layer.activation_relu_or_gelu = 0  # then it takes no path past its norms
 
 
-def _subtract_none(model: nn.Module, norm: Norm) -> None:
-    module = model.get_submodule(norm.module)
+def subtract_none(model: nn.Module, path: str, eps: float) -> None:
+    """Lets a LayerNorm subtract no mean, in place; one of another class than torch's has this eps."""
+    module: Any = model.get_submodule(path)
     if type(module) is nn.LayerNorm:
         module.__class__ = RootMeanSquare
         return
-    new = RootMeanSquare(len(norm.units), norm.eps, device="meta")
+    new = RootMeanSquare(len(module.weight), eps, device="meta")
     new.weight, new.bias = (dict(module.named_parameters()).get(key) for key in ("weight", "bias"))  # type: ignore[assignment]
     for key, hooks in vars(module).items():
         if "_hook" in key and "state_dict" in key and hooks:
-            raise ValueError(f"`{norm.module}` has hooks on its state, which another module would not have")
+            raise ValueError(f"`{path}` has hooks on its state, which another module would not have")
         if "_hook" in key:
             setattr(new, key, hooks)
-    put(model, norm.module, new)
+    put(model, path, new)
 
 
 def _untie(model: nn.Module, tensor: str) -> None:

@@ -119,8 +119,12 @@ def _given(model: nn.Module, axes: dict[str, Axis], inputs: Inputs) -> Iterator[
 def _with(model: M, found: dict[str, tuple[Axis, tuple[int | str, ...]]]) -> M:
     out = duplicate(model)
     for path, (axis, given) in found.items():
-        module = out.get_submodule(path)
-        numbers = HeadNumbers(axis.size, given, next(module.parameters()).device)
-        module.add_module(HEADS, numbers)
-        module.register_forward_pre_hook(numbers.pick, with_kwargs=True)
+        put_numbers(out.get_submodule(path), axis.size, given)
     return out
+
+
+def put_numbers(module: nn.Module, heads: int, given: tuple[int | str, ...]) -> None:
+    """Gives attention the numbers of its heads, in place."""
+    numbers = HeadNumbers(heads, given, next(module.parameters()).device)
+    module.add_module(HEADS, numbers)
+    module.register_forward_pre_hook(numbers.pick, with_kwargs=True)

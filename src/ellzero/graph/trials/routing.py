@@ -7,7 +7,7 @@ gate multiplies the share; closed, the expert goes, and its row of the router wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar, final
 
@@ -166,15 +166,20 @@ def _routers(graph: Graph) -> Iterator[tuple[str, str]]:
             yield step.module, weight.tensor
 
 
-def _with(model: M, routers: dict[str, str]) -> M:
+def _with(model: M, routers: Iterable[str]) -> M:
     out = duplicate(model)
-    for path, name in routers.items():
-        router, weight = out.get_submodule(path), out.get_parameter(name)
-        shares = Shares(len(weight), weight)
-        router.add_module(SHARES, shares)
-        if isinstance(router, nn.Linear):
-            router.register_forward_hook(shares.behind)
-        else:
-            router.register_forward_pre_hook(shares.begin)
-            router.register_forward_hook(shares.end, always_call=True)
+    for path in routers:
+        put_shares(out.get_submodule(path))
     return out
+
+
+def put_shares(router: nn.Module) -> None:
+    """Gives a router a share for each expert, in place."""
+    weight = router.get_parameter("weight")
+    shares = Shares(len(weight), weight)
+    router.add_module(SHARES, shares)
+    if isinstance(router, nn.Linear):
+        router.register_forward_hook(shares.behind)
+    else:
+        router.register_forward_pre_hook(shares.begin)
+        router.register_forward_hook(shares.end, always_call=True)
