@@ -84,7 +84,7 @@ class Loop:
         )
         network.train()
         if self.half:
-            network.to(memory_format=torch.channels_last)
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
         def step(x: Tensor, y: Tensor) -> Tensor:
             with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half):
