@@ -88,8 +88,10 @@ def chosen_by() -> Iterator[Row]:
         (50, "settled after 1/10, half the dropout", {**early, "dropout": 0.05}),
         (50, "settled after 1/10, twice the rate", {**early, "lr": 1e-3}),
         (50, "settled after 1/10, half the decay", {**early, "l2": 0.015}),
+        (50, "settled after 1/10, averaged", {**early, "ema": 0.999}),
         (50, "settled after 1/5, slowly", {**later, "target_warmup": 0.9}),
         (30, "settled after 1/10", early),
+        (30, "settled after 1/10, averaged", {**early, "ema": 0.999}),
         (30, "settled after 1/5, slowly", {**later, "target_warmup": 0.9}),
     ):
         short = re.sub("[^0-9a-z]+", "-", name)
