@@ -46,6 +46,7 @@ CHANGED: dict[str, Method] = {
     "budget-keep-50": partial(budget, gate=_starting(0.5)),
     "budget-keep-90": partial(budget, gate=_starting(0.9)),
     "budget-keep-99": partial(budget, gate=_starting(0.99)),
+    "budget-learning-10": partial(budget, learning=0.1),
     "budget-learning-20": partial(budget, learning=0.2),
     "budget-keep-90-learning-20": partial(budget, gate=_starting(0.9), learning=0.2),
 }
