@@ -67,7 +67,7 @@ CLASSES, SHIFTED = Sentences((WORDS[:, 0] > 14).long()), Sentences(WORDS)
 
 @functools.cache  # tracing takes a while
 def traced(make: Callable[[], nn.Module]) -> l0.Gated:
-    masked = {"attention_mask": torch.ones_like(WORDS[:2])} if make is bert else {}  # with a mask it is exported, which takes longer
+    masked = {"attention_mask": torch.ones_like(WORDS[:2])} if make is bert else {}  # slower: it is exported
     return l0.attach(make(), {"input_ids": WORDS[:2], **masked})
 
 
