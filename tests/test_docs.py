@@ -202,6 +202,22 @@ def test_the_reference_has_every_public_name_of_the_rooms_that_are_extended() ->
                 assert written or name in ("Phi", "Where"), f"`{home}` is not in the reference, and has `{name}`"
 
 
+def test_the_table_of_where_things_are_is_true() -> None:
+    """Every file that a row names is there, and every other name of the row is in one of its files."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("Where is …?")[2].partition("\n\nThe tables")[0]
+    rows = [re.findall(r"`([^`]+)`", line) for line in table.splitlines() if ".py`" in line]
+    assert len(rows) == 7
+    for row in rows:
+        files = [name for name in row if name.endswith(".py")]
+        homes = [ROOT / "src" / "ellzero" / name for name in files if "/" in name]
+        homes += [homes[-1].parent / name for name in files if "/" not in name]
+        code = "".join(home.read_text(encoding="utf-8") for home in homes)
+        for name in set(row).difference(files):
+            for part in name.split("."):
+                assert re.search(rf"\b{part}\b", code), (name, files)
+
+
 def anchors(page: Path) -> set[str]:
     """The names of a page's headings, as links have them."""
     text = page.read_text(encoding="utf-8")
