@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from functools import partial
@@ -110,7 +111,9 @@ def test_a_gated_step_is_one_of_training_under_a_constraint(benchmark: Any) -> N
 def test_a_gated_step_and_the_one_by_hand_do_the_same(
     benchmark: Any, where: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From equal weights, gates and noise, five steps of both lead to equal weights."""
+    """From equal weights, gates and noise, five steps of both lead to equal weights, gates and multipliers, and a sixth
+    with gates that are nearly closed, within the target, lets the multiplier begin again.
+    """
     monkeypatch.setattr("ellzero.gates.hard_concrete.INIT_STD", 0.0)
     networks = benchmark("step_overhead")
     torch.manual_seed(0)
@@ -118,15 +121,27 @@ def test_a_gated_step_and_the_one_by_hand_do_the_same(
     ours, theirs = networks.MLP(), networks.MLP()
     theirs.load_state_dict(ours.state_dict())
     inputs = where is l0.per_layer
+    ends = []
     for model, make in (
         (ours, partial(networks.gated_step, where=where())),
         (theirs, partial(networks.step_by_hand, inputs=inputs)),
     ):
         step = make(model, x, y, False)
+        known = inspect.getclosurevars(step).nonlocals
+        multiplier = known["budget"].multiplier if "budget" in known else known["multiplier"]
+        weights, gates = (group["params"] for group in known["optimizer"].param_groups)
         torch.manual_seed(1)
         for _ in range(5):
             step()
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        # A multiplier is small after five steps: in units of its rate.
+        ends.append([*(p.detach().clone() for p in weights), torch.cat([*gates]).detach(), multiplier.view(1) / 1e-4])
+        assert multiplier > 0
+        with torch.no_grad():
+            for p in gates:
+                p.fill_(-4.0)
+        step()
+        assert multiplier == 0
+    for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b)
 
 

@@ -78,6 +78,38 @@ def test_the_readme_has_the_stored_errors_of_ones_own_loop() -> None:
             assert value == round(sum(seeds) / 3, 2), (method, epochs, at_most)
 
 
+def test_the_readme_has_the_stored_ratios() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    folder = ROOT / "results" / "benchmarks"
+    on_arm, on_x86, inference, attaching = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in ("step_overhead", "step_overhead_x86", "inference", "attach_compact")
+    )
+
+    def ratio(row: Any, key: str, quartiles: str = "quartiles") -> str:
+        return f"{row[key]:.3f} | {row[quartiles][0]:.3f} – {row[quartiles][1]:.3f} |"
+
+    for row in on_arm["rows"]:
+        name = {"MLP": "MLP 784-300-100"}.get(row["network"], row["network"])
+        assert f"| {name} | `{row['placement']}` | {row['mode']} | {ratio(row, 'ratio')}" in text
+    for row in (row for row in on_x86["rows"] if row["network"] == "MLP"):
+        beside = ratio(row, "by_hand", "by_hand_quartiles")
+        assert f"| `{row['placement']}` | {row['mode']} | {ratio(row, 'ratio')} {beside}" in text
+    for row in inference["rows"]:
+        assert f"| {row['batch']} | {ratio(row, 'time_ratio')} {row['macs_ratio']:.3f} |" in text
+    for row in attaching["networks"].values():
+        once, goals = row["forward_s"], [5 + 8 * row["forward_s"], 2 + 4 * row["forward_s"]]
+        cells = [
+            f"{once:.3f}",
+            f"{row['attach_s']:.1f}",
+            f"{goals[0]:.1f}",
+            f"{row['compact_s']:.1f}",
+            f"{goals[1]:.1f}",
+        ]
+        shown = f", {row['parameters'] / 1e6:.1f} M | {' | '.join([*cells, format(row['attach_memory'], '.1f')])} |"
+        assert shown in text
+
+
 def test_the_page_about_architectures_has_what_was_found() -> None:
     page = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
     rows = json.loads((ROOT / "results" / "benchmarks" / "architectures.json").read_text())["architectures"]
@@ -168,6 +200,22 @@ def test_the_reference_has_every_public_name_of_the_rooms_that_are_extended() ->
                 home = vars(value).get("__module__", value.__module__)
                 written = home in shown or (room in shown and name in (public or ()))
                 assert written or name in ("Phi", "Where"), f"`{home}` is not in the reference, and has `{name}`"
+
+
+def test_the_table_of_where_things_are_is_true() -> None:
+    """Every file that a row names is there, and every other name of the row is in one of its files."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("Where is …?")[2].partition("\n\nThe tables")[0]
+    rows = [re.findall(r"`([^`]+)`", line) for line in table.splitlines() if ".py`" in line]
+    assert len(rows) == 7
+    for row in rows:
+        files = [name for name in row if name.endswith(".py")]
+        homes = [ROOT / "src" / "ellzero" / name for name in files if "/" in name]
+        homes += [homes[-1].parent / name for name in files if "/" not in name]
+        code = "".join(home.read_text(encoding="utf-8") for home in homes)
+        for name in set(row).difference(files):
+            for part in name.split("."):
+                assert re.search(rf"\b{part}\b", code), (name, files)
 
 
 def anchors(page: Path) -> set[str]:

@@ -250,22 +250,6 @@ def test_runs_hover_and_click(home: Path, opened: Opened) -> None:
     assert tab.problems == []
 
 
-def test_a_finger_looks_first_and_opens_when_it_touches_again(home: Path, show: Open) -> None:
-    """It leaves the page indeed."""
-    tab = show(home / "runs.html", 390, touch=True)
-    own = [trace["name"] for trace in traces(tab)].index("runs")
-    linked = next(k for k, link in enumerate(traces(tab)[own]["customdata"]) if link)
-    loads = tab._loads
-    press(tab, own, linked)
-    tab.wait(f"document.querySelector('[data-chart]').dataset.chosen === '{own} {linked}'")
-    tip = tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
-    assert "seed" in tip
-    assert tab.evaluate("location.href") == (home / "runs.html").as_uri()
-    press(tab, own, linked)
-    tab.loaded(loads)
-    assert tab.evaluate("location.href").endswith("/page.html")
-
-
 def test_a_press_right_after_a_movement_opens_too(opened: Opened) -> None:
     """Plotly looks at the second movement only after the button is down: it forgets the point then, and the click."""
     tab = opened("runs.html")
@@ -380,7 +364,10 @@ def test_two_hundred_runs_open(many: Tab) -> None:
     assert many.problems == []
 
 
-def test_names_that_are_html_do_nothing(tmp_path: Path, home: Path, show: Open) -> None:
+def test_a_finger_looks_first_and_opens_when_it_touches_again_and_names_that_are_html_do_nothing(
+    tmp_path: Path, home: Path, show: Open
+) -> None:
+    """It leaves the page indeed, for one that has such names too."""
     evil = tmp_path / EVIL
     shutil.copytree(
         home / "runs" / "trained", evil, ignore=shutil.ignore_patterns("checkpoints")
@@ -391,15 +378,19 @@ def test_names_that_are_html_do_nothing(tmp_path: Path, home: Path, show: Open) 
     (evil / "page.html").write_text(run_page(Folder.open(evil)), encoding="utf-8")
     (tmp_path / f"not a run {EVIL}").mkdir()
     (tmp_path / "runs.html").write_text(runs_page(sorted(tmp_path.iterdir()), tmp_path), encoding="utf-8")
-    tab = show(tmp_path / "runs.html")
+    tab = show(tmp_path / "runs.html", 390, touch=True)
     own = [trace["name"] for trace in traces(tab)].index("runs")
-    tab.hover(5, 5)
-    tab.hover(*points(tab, own)[0])
-    tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
+    linked = next(k for k, link in enumerate(traces(tab)[own]["customdata"]) if link)
+    loads = tab._loads
+    press(tab, own, linked)
+    tab.wait(f"document.querySelector('[data-chart]').dataset.chosen === '{own} {linked}'")
+    tip = tab.wait("document.querySelector('.hoverlayer .hovertext')?.textContent")
+    assert "seed" in tip
+    assert tab.evaluate("location.href") == (tmp_path / "runs.html").as_uri()
     assert EVIL in tab.evaluate("document.body.innerText")
     assert tab.evaluate("document.querySelectorAll('img').length") == 0
-    loads = tab._loads
-    tab.evaluate("document.querySelector('td.label a').click()")
+    assert unquote(urlsplit(tab.evaluate("document.querySelector('td.label a').href")).path) == str(evil / "page.html")
+    press(tab, own, linked)
     tab.loaded(loads)
     assert Path(unquote(urlsplit(tab.evaluate("location.href")).path)) == evil / "page.html"
     tab.ready()

@@ -1,7 +1,8 @@
 """Tiny trainings in processes of their own, which tests can kill.
 
-`python tests/processes.py` is a server: it imports torch once and forks a child for each job, because an import takes
-seconds. It reads requests and answers them as lines of JSON; at the end of its input it kills all children and ends.
+`python tests/support/processes.py` is a server: it imports torch once and forks a child for each job, because an import
+takes seconds. It reads requests and answers them as lines of JSON; at the end of its input it kills all children and
+ends.
 `Server` is the tests' side of it. The jobs are at the end of this file.
 """
 

@@ -64,11 +64,10 @@ def reproduce(
 
     All runs of a row, and rows that differ in their objective alone, are trained together; networks with batch norm
     one after the other. Ctrl-C ends it after the step, and saves; what is finished is not trained again when it goes on
-    with --resume. The folder then holds one json for each row, and the figures, for which matplotlib must be installed
-    (the extra `plots`).
+    with --resume. The folder then holds one json for each row, and the figures: these need the extra `plots`.
 
     Args:
-        name: which one.
+        name: name of a study; all are listed if it is absent.
         seeds: runs of each row, with the seeds 0, 1, 2, ….
         epochs: in place of the recipes' own.
         device: where to train; auto is a GPU if there is one.
@@ -228,8 +227,8 @@ def sweep(
         at_once: train no more than N runs together; else on a GPU as many as its memory holds, on a CPU 8.
         every: evaluate after every N epochs, and after the last.
         workers: processes that make the samples of a data set of your own.
-        cost_axis: what the front weighs error against, as it is kept at the end; auto is what at_most bounds, else
-            params.
+        cost_axis: what the front weighs error against, as it is kept at the end; auto is what at_most
+            bounds, else params.
         json: print what is in sweep.json.
         quiet: show no progress.
         fields: of the recipe, one value or several with commas between, each written as in TOML:

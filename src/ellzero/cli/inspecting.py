@@ -44,8 +44,8 @@ def inspect(
         target: the model: a class or function that gives one when it is called without arguments, or a module itself.
             MODULE is written as in an import statement, and is looked for in the working directory too.
         input: sizes of an example input, its batch first; once for each argument of the model. 1,1,28,28 is an image of
-            normal numbers, int:2,128 two rows of token numbers (0s and 1s). DTYPE is float, float16, bfloat16, float64,
-            int, int32 or bool.
+            normal numbers, int:2,128 two rows of token numbers (0s and 1s). DTYPE is float, float16, bfloat16,
+            float64, int, int32 or bool.
         streams: take residual streams for axes that can shrink, as `l0.shrinkable(streams=True)` does.
         full: list every axis; without it, those of repeated layers share a line where there are more than twelve.
         json: print JSON: axes with all tensors that they lie on.
@@ -157,7 +157,7 @@ def method(out: Annotated[str, arg(metavar="FILE")] = "method.html", open: bool 
 
     For example: ellzero method --open
 
-    The page is one file that needs no network. Plotly and jinja2 must be installed (the extra `page`).
+    The page is one file that opens offline. Plotly and jinja2 must be installed (the extra `page`).
 
     Args:
         out: the file; one that is there must be such a page, and is written anew.

@@ -48,7 +48,7 @@ def evaluate(
     Args:
         run: folder of a run, finished or not.
         data_dir: folder of the data's files, if it is not the one that the run was begun with.
-        device: where to; auto is a GPU if there is one.
+        device: where to test; auto is a GPU if there is one.
         workers: processes that make the samples of a data set of your own.
         json: print JSON.
     """
@@ -203,14 +203,13 @@ def report(
     $ ellzero report runs/* --out report.html --figures figures
     $ ellzero report --serve runs/demo-seed0
 
-    The page is one file that needs no network: page.html in the run's folder. It takes the extra `page`, figures the
+    The page is one file that opens offline: page.html in the run's folder. It takes the extra `page`, figures the
     extra `plots`. The run need not be finished, and its data are not needed.
 
     Args:
         runs: folder of a run, finished or not; of a sweep or a reproduction; or several of them.
         open: open the page in the browser.
-        serve: serve the page of a run on this machine alone, and keep it up to date while the run goes on; Ctrl-C ends
-            it.
+        serve: serve the page of a run on this machine alone, and keep it up to date while the run goes on.
         json: print JSON, and make no page unless `--out` or `--open` is given.
         markdown: print markdown, likewise.
         figures: draw every figure as PNG and SVG into this folder.

@@ -270,9 +270,9 @@ def _refilled(target: Target, opens: Tensor, closed: Tensor) -> Tensor:
     free = closed & sets.there  # they fill up a part of a balance, and are there anyway
     if target.kept(opens | free) <= most:
         opens = opens | free
-    closed = closed & ~free
+    closed, price = closed & ~free, None
     while bool((closed & ~asleep(target.gated, opens)).any()):
-        price = sets.sums(target.savings(sets.there), ~sets.there)
+        price = sets.sums(target.savings(sets.there), ~sets.there) if price is None else price
         closed &= (price <= most - current)[sets.of]
         awake = closed & ~asleep(target.gated, opens)
         if not bool(awake.any()):
@@ -281,7 +281,7 @@ def _refilled(target: Target, opens: Tensor, closed: Tensor) -> Tensor:
         mine = sets.of == sets.of[torch.where(awake, worth[sets.of], -torch.inf).argmax()]
         now = target.kept(opens | (mine & closed))
         if now <= most:  # what comes back may cost more than its gradient says: a layer that returns
-            current, opens = now, opens | (mine & closed)
+            current, opens, price = now, opens | (mine & closed), None
             sets = replace(sets, there=sets.there | mine)
         closed = closed & ~mine
     # Where balances cross, a unit may fit though its set does not.
