@@ -58,6 +58,7 @@ IMAGES = {"a": nn.Conv2d(4, 6, 1), "o": nn.Conv2d(6, 3, 1)}
 WORDS = torch.tensor([3, 0])
 REACHED: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
     "gelu_new": (between(gelu_new), (noise(2, 4),), {"a"}),
+    "a parameter without entries": (between(gelu_new, none=nn.Parameter(torch.zeros(0))), (noise(2, 4),), {"a"}),
     "x - sigmoid(x)": (between(lambda m, h: h - h.sigmoid()), (noise(2, 4),), {"a"}),
     "no_grad": (between(quiet), (noise(2, 4),), {"a"}),
     "autocast": (between(cast, b=nn.Linear(6, 5), o=nn.Linear(5, 3)), (noise(2, 4),), {"a", "b"}),

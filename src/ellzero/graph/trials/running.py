@@ -288,7 +288,7 @@ def move(numbers: Tensor, seed: int, which: int) -> None:
     whole = numbers.numel() // len(drawn)
     if numbers.is_contiguous():
         flat = numbers.view(-1)
-        flat[: whole * len(drawn)].view(whole, -1).add_(drawn)
+        flat[: whole * len(drawn)].view(whole, len(drawn)).add_(drawn)
         flat[whole * len(drawn) :].add_(drawn[: numbers.numel() - whole * len(drawn)])
     else:
         numbers.add_(drawn.repeat(whole + 1)[: numbers.numel()].view(numbers.shape))
