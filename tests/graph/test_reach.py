@@ -39,6 +39,11 @@ def gelu_new(_: Any, h: Tensor) -> Tensor:
     return 0.5 * h * (1 + torch.tanh(0.8 * (h + 0.044715 * h.pow(3))))
 
 
+def drop_path(m: Any, h: Tensor) -> Tensor:
+    """As timm has it: a draw for each example, in training."""
+    return h * h.new_empty((len(h), 1)).bernoulli_(0.9).div_(0.9) if m.training else h
+
+
 def quiet(_: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         rate = h.sigmoid() * 2
@@ -58,6 +63,7 @@ IMAGES = {"a": nn.Conv2d(4, 6, 1), "o": nn.Conv2d(6, 3, 1)}
 WORDS = torch.tensor([3, 0])
 REACHED: dict[str, tuple[nn.Module, tuple[Tensor, ...], set[str]]] = {
     "gelu_new": (between(gelu_new), (noise(2, 4),), {"a"}),
+    "drop path": (between(drop_path), (noise(2, 4),), {"a"}),
     "a parameter without entries": (between(gelu_new, none=nn.Parameter(torch.zeros(0))), (noise(2, 4),), {"a"}),
     "x - sigmoid(x)": (between(lambda m, h: h - h.sigmoid()), (noise(2, 4),), {"a"}),
     "no_grad": (between(quiet), (noise(2, 4),), {"a"}),

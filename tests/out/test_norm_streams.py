@@ -73,6 +73,32 @@ def test_units_of_a_stream_go(kind: str, tied: bool) -> None:
     assert small.embed.weight is small.head.weight if tied else small.embed.weight is not small.head.weight
 
 
+class Shifted(nn.Module):
+    """Adds to each word the one before; before the first there is `value`."""
+
+    def __init__(self, value: float | None) -> None:
+        super().__init__()
+        self.value, self.embed, self.norm = value, nn.Embedding(9, 6), nn.RMSNorm(6, eps=0.03)
+        self.up, self.head = nn.Linear(6, 5), nn.Linear(5, 9)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        x = x + F.pad(x, (0, 0, 1, 0), value=self.value)[:, :-1]
+        return self.head(self.up(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+
+def test_zeros_beside_a_stream_are_zeros_where_it_is_closed() -> None:
+    model = settled(Shifted(None))
+    gated = l0.attach(model, words(2, 5), where=STREAMS).eval()
+    z = set_gates(gated, {"embed": [0, 3], "up": [1]})
+    small: Any = l0.compact(gated)
+    assert small.embed.weight.shape == (9, 4)
+    hand = masked_by_hand(masked(model, z["embed"], {"norm": None}), z, {"up": {"head": lambda units: units}})
+    assert_same(small(words(3, 7)), hand(words(3, 7)))
+    frozen = {axis.size: axis.frozen for axis in l0.attach(settled(Shifted(1.0)), words(2, 5), where=STREAMS).axes}
+    assert "not zero where a unit is closed" in str(frozen[6])
+
+
 def drawn(seed: int) -> PreNorm:
     """A random pre-norm network."""
     draw = random.Random(seed)

@@ -60,6 +60,8 @@ def zero(call: Call, args: list[Any], made: Value) -> Zero:
         keeps = isinstance(args[1], int | float) and args[1] > 0
     elif call.op in ("masked_fill", "constant_pad_nd"):
         keeps = args[2] == 0
+    elif call.op == "pad":
+        keeps = not args[3]  # what it puts beside them: zeros if it is not told
     return given[0].zero if keeps else "no"
 
 

@@ -144,6 +144,12 @@ def filled(call: Call, *_: Any) -> Value:
     return Value(call.shape, carried, f"the output of {call.where}")
 
 
+@couples("empty", "new_empty", sized=True)
+def to_be_filled(call: Call, *_: Any) -> Value:
+    """With anything, as by a draw for each example in timm's `DropPath`: no entry can go."""
+    return Value(call.shape, {}, f"the output of {call.where}")
+
+
 @couples("repeat", "tile", "repeat_interleave")
 def repeat(call: Call, x: Value, times: Any, dim: Any = None, *_: Any) -> Value | list[Value]:
     if call.op == "repeat_interleave":
