@@ -130,7 +130,7 @@ def test_gates_learn_and_a_draw_that_closes_all_has_numbers() -> None:
 @pytest.mark.parametrize(
     ("scores", "why"),
     [
-        ("sigmoid", "`topk` in `router` mixes its units"),
+        ("sigmoid", "`topk` in `router` mixes its units after a sigmoid, .* `where=l0.shrinkable.blocks=True"),
         ("by number", "`ne` goes by the numbers"),
         ("by number, in another order", "`index` goes by the numbers"),
         ("by two numbers", "`index` picks units by their number"),

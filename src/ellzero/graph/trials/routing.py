@@ -24,6 +24,10 @@ from ellzero.graph.tracing import as_inputs, trace
 M = TypeVar("M", bound=nn.Module)
 SHARES = "shares"  # where a router has its `Shares`
 _ON_THE_WAY = ("to", "_to_copy", "clone", "contiguous", "view", "reshape", "softmax", "sigmoid", "add")
+_BY_SIGMOID = (
+    " after a sigmoid, where a closed expert's score is not the lowest; units of all its experts can go as it is, and "
+    "the mixture as a whole by `where=l0.shrinkable(blocks=True)`"
+)
 _HINT = ", which `l0.routed` may do away with"
 _LIBRARY = torch.library.Library("ellzero", "FRAGMENT")
 _LIBRARY.define("with_shares(Tensor logits, Tensor share) -> Tensor")
@@ -108,6 +112,8 @@ def routed(model: M, example_inputs: Any) -> M:
         names = {path: f"{path}.{SHARES}.open".lstrip(".") for path in found}
         why = next((str(stuck[name]) for name in names.values() if name in stuck), why)
         found = {path: weight for path, weight in found.items() if names[path] in free}
+        if not found and _scored_by(graph, "sigmoid"):
+            why += _BY_SIGMOID
     if not found:
         raise ValueError(f"`model` has no router whose experts could go: {why}")
     return _with(model, found)
@@ -164,6 +170,11 @@ def _routers(graph: Graph) -> Iterator[tuple[str, str]]:
             weight = graph.steps[weight.inputs[0]]
         if weight.tensor and weight.tensor == f"{step.module}.weight".lstrip(".") and picks(k):
             yield step.module, weight.tensor
+
+
+def _scored_by(graph: Graph, op: str) -> bool:
+    """Whether logits with shares go through an operation."""
+    return any(step.op == op and any(graph.steps[i].op == "with_shares" for i in step.inputs) for step in graph.steps)
 
 
 def _with(model: M, routers: Iterable[str]) -> M:
