@@ -430,6 +430,7 @@ def test_units_up_to_the_edge_of_a_step_come_back_whatever_the_evidence() -> Non
         assert float(latency(gated, kept=True)) <= at_most * l0.dense(latency, gated)
 
 
+@pytest.mark.filterwarnings("ignore:no gate has moved")
 def test_finalize_and_constraint_take_it_as_any_cost() -> None:
     gated, latency = chain(), measured()
     l0.finalize(gated, 0.4, cost=latency)
