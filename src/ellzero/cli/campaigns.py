@@ -101,7 +101,7 @@ def _list(known: dict[str, Study], json: bool) -> None:
         return
     table = new_table("", ("study", "what", "runs"), fold=True)
     for study in known.values():
-        runs = "none" if study.compute is not None else f"{len(study.names)} rows × {study.seeds} seeds"
+        runs = "none" if study.compute is not None else f"{len(study.names)} rows × {study.seeds} seed{"s" * (study.seeds > 1)}"
         table.add_row(study.name, Text(study.title), runs)
     show(table)
     say("For example: ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3")
