@@ -22,7 +22,7 @@ from ellzero.cli.console import FAILED, INTERRUPTED, CommandError, drawn, forese
 from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, RecipeName, Workers, option
 from ellzero.experiments import study as making
 from ellzero.experiments import sweep as sweeping
-from ellzero.experiments.campaign import AT_ONCE, Record
+from ellzero.experiments.campaign import AT_ONCE, Record, counted
 from ellzero.experiments.figures import PlotsMissingError, can_draw
 from ellzero.experiments.study import Reproduction, Study
 from ellzero.experiments.sweep import Sweep
@@ -101,7 +101,7 @@ def _list(known: dict[str, Study], json: bool) -> None:
         return
     table = new_table("", ("study", "what", "runs"), fold=True)
     for study in known.values():
-        runs = "none" if study.compute is not None else f"{len(study.names)} rows × {study.seeds} seed{"s" * (study.seeds > 1)}"
+        runs = "none" if study.compute is not None else f"{len(study.names)} rows × {counted(study.seeds, 'seed')}"
         table.add_row(study.name, Text(study.title), runs)
     show(table)
     say("For example: ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3")

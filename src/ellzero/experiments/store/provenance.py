@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def in_common(abouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {k: next(iter(v)) if len(v) == 1 else ", ".join(map(str, v)) for k, v in values.items()}
 
 
+@cache
 def _commit() -> str | None:
+    """Asked once: a process runs the code that it was started with, whatever is committed meanwhile."""
     file = Path(__file__)
     git = ["git", "-C", str(file.parent)]
     try:
