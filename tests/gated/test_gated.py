@@ -996,11 +996,26 @@ class OneOut(Calls):
 
 
 def test_a_forward_that_belongs_to_another_object_is_refused() -> None:
-    """A copy of such a model runs the original: what is removed from the copy would not be missed."""
-    model = Calls()
-    model.forward = lambda *a, **k: Calls.forward(model, *a, **k)["out"]  # type: ignore[method-assign]
+    """A copy of such a model runs that object: what is removed from the copy would not be missed."""
+    model, other = Calls(), OneOut()
+    model.forward = lambda *a, **k: other(*a, **k)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="nothing to gate"):
         l0.attach(model, torch.ones(2, 3))
+
+
+def test_a_function_in_the_place_of_forward_follows_the_copies_of_its_model() -> None:
+    model, x = Calls().double(), torch.randn(5, 3).double()
+    model.forward = lambda *a, **k: Calls.forward(model, *a, **k)["out"]  # type: ignore[method-assign]
+    gated = l0.attach(model, x).eval()
+    (gate,) = (g for _, g in gated.named_gates())
+    with torch.no_grad():
+        gate.log_alpha.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0]))
+    small = l0.compact(gated)
+    assert small.a.out_features == 2
+    by_hand = torch.relu(x @ model.a.weight.T + model.a.bias) * torch.tensor([1.0, 0, 1, 0]).double()
+    torch.testing.assert_close(small(x), by_hand @ model.b.weight.T + model.b.bias)
+    model.a.weight.data.zero_()  # the small network has its own
+    assert not torch.equal(model(x), small(x))
 
 
 @pytest.mark.slow
