@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.forwards.copying import whole_copy
-from ellzero.graph.forwards.recording import Members, copied, inline, mapped, recorded, walked
+from ellzero.graph.forwards.recording import Members, copied, flat, inline, mapped, recorded, walked
 from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
@@ -242,6 +242,7 @@ class _Walk:
         if program is None:
             return
         graph, members = program
+        self.batch = batch_size(inputs)
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default):
             # The same numbers; whether there is anything to do for it depends on sizes.
             node.replace_all_uses_with(node.args[0])
@@ -258,7 +259,7 @@ class _Walk:
             if time.monotonic() > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
             progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
-            values[node] = self._value(node, number, values, members, inputs, training)
+            values[node] = self._value(node, number, values, members, training)
             self._link(node, number, values, training)
 
     def _program(self, inputs: Inputs, training: bool) -> tuple[torch.fx.Graph, Members] | None:
@@ -284,9 +285,7 @@ class _Walk:
         signature = program.graph_signature
         return program.graph, {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
 
-    def _value(
-        self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], inputs: Inputs, training: bool
-    ) -> Any:
+    def _value(self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], training: bool) -> Any:
         if node.op == "placeholder":
             return self._given(node, members)
         if node.op == "output":
@@ -300,7 +299,7 @@ class _Walk:
         if node.target is operator.getitem:
             return values[node.args[0]][node.args[1]]
         args = _bound(node, values)
-        call = self._call(node, training, inputs)
+        call = self._call(node, training)
         call.fed = any(value.lineage & self.given for value in tensors(args))
         if call.op.startswith(("_assert", "sym_")) or not call.shapes:
             return _OF_DATA
@@ -359,16 +358,16 @@ class _Walk:
         kind = "a constant of the model" if name.startswith(("c_", "lifted")) else "the model's input"
         return Value(tuple(value.shape), why=f"{kind} `{name}`")
 
-    def _call(self, node: Any, training: bool, inputs: Inputs) -> Call:
+    def _call(self, node: Any, training: bool) -> Call:
         stack = list(node.meta.get("nn_module_stack", {}).values())  # of an export
         module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else node.meta.get("module", "")
         target = node.target
         overload = isinstance(target, torch._ops.OpOverload)
         name = target._schema.name.split("::")[-1] if overload else str(getattr(target, "__name__", target))
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-        shapes = [tuple(t.shape) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        shapes = [tuple(t.shape) for t in flat(node.meta.get("val")) if isinstance(t, Tensor)]
         kept = vars(self.modules[module]) if module in self.modules else {}
-        return Call(self.ties, name, module, shapes, batch_size(inputs), evaluates=not training, settings=kept)
+        return Call(self.ties, name, module, shapes, self.batch, evaluates=not training, settings=kept)
 
     def _link(self, node: Any, number: int, values: dict[Any, Any], training: bool) -> None:
         """Gives the value its place in the forward: its step, and the bit set of the steps it depends on."""

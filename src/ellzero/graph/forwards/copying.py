@@ -86,10 +86,10 @@ def put(model: nn.Module, path: str, new: nn.Module) -> None:
 def _rebind(model: nn.Module, memo: Memo) -> None:
     """Lets functions that a model keeps hold what became of the modules that they held."""
     for module in model.modules():
-        for key, value in list(vars(module).items()):
-            kept = value if isinstance(value, dict) else {key: value}
-            found = {k: f for k, f in kept.items() if isinstance(f, FunctionType)}
-            (value if isinstance(value, dict) else module.__dict__).update({k: _own(f, memo) for k, f in found.items()})
+        own = vars(module)
+        for held in (own, *(v for v in own.values() if isinstance(v, dict) and v)):  # as torch keeps hooks
+            for key in [k for k, f in held.items() if isinstance(f, FunctionType)]:
+                held[key] = _own(held[key], memo)
 
 
 def _own(value: Any, memo: Memo) -> Any:

@@ -291,7 +291,7 @@ class _Followed(TorchFunctionMode):
         return made
 
     def _knows(self, args: Any) -> bool:
-        return any(isinstance(t, Tensor) and t in self.known for t in tree_iter(args))
+        return any(isinstance(t, Tensor) and t in self.known for t in flat(args))
 
 
 def _by_data(func: Any, args: Any) -> bool:
