@@ -227,7 +227,8 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
             before, compilation included: where that is, lines may go beyond the scale. (c) Test error over
             the seconds of training so far. Triangles: units are taken out of the network that is trained.
             Thin lines: further seeds. Dashed: a variant of the row before the comma."""
-        return save(figure, folder / f"{'wrn' if 'WRN' in network else 'preresnet'}-{data}", caption)
+        kind = records[0]["recipe"]["network"].partition("-")[0]  # as the study is called
+        return save(figure, folder / f"{kind}-{data}", caption)
 
 
 TITLE = "Louizos et al. (2018), Figure 4 and Table 2, with measured seconds"

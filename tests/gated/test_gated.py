@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1004,7 +1005,7 @@ def test_a_forward_that_belongs_to_another_object_is_refused() -> None:
 
 
 def test_a_function_in_the_place_of_forward_follows_the_copies_of_its_model() -> None:
-    model, x = Calls().double(), torch.randn(5, 3).double()
+    model, x = Calls().double(), 3 * torch.randn(50, 3).double()
     model.forward = lambda *a, **k: Calls.forward(model, *a, **k)["out"]  # type: ignore[method-assign]
     gated = l0.attach(model, x).eval()
     (gate,) = (g for _, g in gated.named_gates())
@@ -1013,8 +1014,67 @@ def test_a_function_in_the_place_of_forward_follows_the_copies_of_its_model() ->
     small = l0.compact(gated)
     assert small.a.out_features == 2
     by_hand = torch.relu(x @ model.a.weight.T + model.a.bias) * torch.tensor([1.0, 0, 1, 0]).double()
+    assert by_hand.any(0).tolist() == [True, False, True, False]
     torch.testing.assert_close(small(x), by_hand @ model.b.weight.T + model.b.bias)
     model.a.weight.data.zero_()  # the small network has its own
+    assert not torch.equal(model(x), small(x))
+
+
+def _of_default(a: nn.Module, b: nn.Module) -> Any:
+    return lambda x, a=a, b=b: b(torch.relu(a(x)))
+
+
+def _of_list(a: nn.Module, b: nn.Module) -> Any:
+    several = [lambda x: b(torch.relu(a(x)))]
+    return lambda x: several[0](x)
+
+
+def _of_another(a: nn.Module, b: nn.Module) -> Any:
+    both = nn.ModuleList([a, b])  # not in the model
+    return lambda x: both[1](torch.relu(both[0](x)))
+
+
+def _of_object(a: nn.Module, b: nn.Module) -> Any:
+    held = SimpleNamespace(a=a, b=b)
+    return lambda x: held.b(torch.relu(held.a(x)))
+
+
+def _of_pair(a: nn.Module, b: nn.Module) -> Any:
+    pair = (a, b)
+    return lambda x: pair[1](torch.relu(pair[0](x)))
+
+
+def _of_partial(a: nn.Module, b: nn.Module) -> Any:
+    return partial(lambda m, n, x: n(torch.relu(m(x))), a, b)
+
+
+@pytest.mark.parametrize("holding", [_of_default, _of_list, _of_another, _of_object, _of_pair, _of_partial])
+def test_functions_that_hold_layers_are_followed_exactly_or_refused(holding: Any) -> None:
+    """Of a function that stays the original's, a copy would show nothing of what is removed from it."""
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+            self.both = holding(self.a, self.b)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.both(x)
+
+    model, x = Holding().double(), 3 * torch.randn(50, 3).double()
+    if holding not in (_of_pair, _of_partial):
+        with pytest.raises(ValueError, match="nothing to gate"):
+            l0.attach(model, x)
+        return
+    gated = l0.attach(model, x).eval()
+    (gate,) = (g for _, g in gated.named_gates())
+    with torch.no_grad():
+        gate.log_alpha.copy_(torch.tensor([9.0, -9.0, 9.0, -9.0]))
+    small = l0.compact(gated)
+    by_hand = torch.relu(model.a(x)) * torch.tensor([1.0, 0, 1, 0]).double()
+    assert by_hand.any(0).tolist() == [True, False, True, False]
+    torch.testing.assert_close(small(x), model.b(by_hand))
+    model.b.weight.data.zero_()
     assert not torch.equal(model(x), small(x))
 
 
