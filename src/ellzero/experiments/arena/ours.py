@@ -14,10 +14,10 @@ from ellzero.experiments.arena.bout import Bout, Method
 from ellzero.experiments.arena.loop import DECAY, RATE
 from ellzero.gated.attaching import attach
 from ellzero.gated.placements import per_layer
-from ellzero.out.budget import LEARNING, Budget
+from ellzero.out.budget import Budget
 
 
-def budget(bout: Bout, *, learning: float = LEARNING, **options: Any) -> nn.Module:
+def budget(bout: Bout, *, learning: float | None = None, **options: Any) -> nn.Module:
     """All epochs with a budget, as the README has it; `learning` is the budget's, `options` are of `attach`."""
     loop = bout.loop
     gated = attach(bout.dense(), (loop.example,), **options)
@@ -48,6 +48,7 @@ CHANGED: dict[str, Method] = {
     "budget-keep-99": partial(budget, gate=_starting(0.99)),
     "budget-learning-10": partial(budget, learning=0.1),
     "budget-learning-20": partial(budget, learning=0.2),
+    "budget-learning-40": partial(budget, learning=0.4),
     "budget-keep-90-learning-20": partial(budget, gate=_starting(0.9), learning=0.2),
 }
 # Gates on the inputs of linear layers too, pixels among them: not for residual streams, which several layers write.
