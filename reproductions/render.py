@@ -35,7 +35,6 @@ TABLES = {
     "wrn-cifar100": "wrn-cifar100",
     "arena": "arena",
     "arena-split": "arena-split",
-    "arena-first": "arena",
     "arena-split-8": "arena-split",
     "frontier": "frontier",
     "frontier-split": "frontier-split",

@@ -37,7 +37,6 @@ from ellzero.out.settling import fold_in, recalibrate, settle
 # seeds, 30 and 15 % of the MACs: 47.2 and 52.5 % error with 0.1, 45.6 and 52.2 % with 0.25, 45.9 and 51.3 % with 0.4.
 # Trained before: 46.7 and 53.2 % with 0.25, 46.5 and 52.5 % with 0.5. Long runs need less: WRN-28-10 5 of 200 epochs.
 LEARNING = 0.4
-ENOUGH, LEAST = 1500, 0.1  # steps that are enough to choose by; the share that gates have in the longest run
 FALLING = 0.5  # the share of these in which the target comes down
 TRAVEL = 25.0  # by how much log α can move while gates learn: a choice takes about 4
 FASTEST = 0.1  # the highest rate of the gates: beyond it, noise decides
@@ -63,8 +62,7 @@ class Budget:
         units: the same of units.
         latency: fraction of the dense network's time, which is measured first (`Latency.measure`) on the device, batch
             and type of the example. For others, put `{Latency.measure(gated, …): 0.5}` into `at_most`.
-        learning: the share of the steps in which gates learn; if `None`, 0.4 of them, or 1,500 steps where these are
-            fewer, but a tenth at least.
+        learning: the share of the steps in which gates learn.
         gate_lr: the learning rate of the gates, as for Adam; one that fits the steps if `None`.
         shrink: whether closed units leave the live network when the gates settle. Where something else holds on to the
             parameters (a process group), or cannot be sliced alive (a grouped convolution that is not depthwise, the
@@ -115,7 +113,7 @@ class Budget:
         l0_norm: float | Mapping[str, float] | None = None,
         units: float | Mapping[str, float] | None = None,
         latency: float | Mapping[str, float] | None = None,
-        learning: float | None = None,
+        learning: float = LEARNING,
         gate_lr: float | None = None,
         shrink: bool = True,
         ema: float | None = None,
@@ -127,7 +125,7 @@ class Budget:
         bounds = said(at_most or {}, named)
         _check(gated, learning, gate_lr, ema)
         self.steps, self.bounds = check_count("steps", steps), measured(gated, bounds)
-        self.settles = max(1, round((share(steps) if learning is None else learning) * steps))
+        self.settles = max(1, round(learning * steps))
         self.gate_lr = min(FASTEST, TRAVEL / self.settles) if gate_lr is None else float(gate_lr)
         self.gated, self.shrink, self.ema, self.uniform, self.done = gated, shrink, ema, uniform, 0
         dual, fall = SelfPacedAscent(self.settles, self.gate_lr), GeometricWarmup(max(1.0, FALLING * self.settles))
@@ -297,15 +295,6 @@ class Budget:
             self._driver.adam.load_state_dict(self._adam)
 
 
-def share(steps: int) -> float:
-    """Of the steps of a run, in which gates learn where nobody says how long."""
-    return max(LEAST, min(LEARNING, ENOUGH / steps))
-
-
-def _is_share(x: float) -> bool:
-    return 0 < x <= 1
-
-
 def _parts(cost: Cost, bound: float | Mapping[str, float], gated: Gated) -> Iterator[tuple[str, float, float]]:
     """The name of each bound of a cost, what is kept of it now, and what may be, as fractions of the dense cost."""
     for group, most in (bound if isinstance(bound, Mapping) else {None: bound}).items():
@@ -361,7 +350,7 @@ def _refuse_unsettled(budget: Budget) -> None:
 
 def _check(gated: Gated, learning: object, gate_lr: object, ema: object) -> None:
     refuse_replaced(gated.model, gated.graph, gated.placements)
-    check_number("`learning` must be a share of the steps in (0, 1]", 1.0 if learning is None else learning, _is_share)
+    check_number("`learning` must be a share of the steps in (0, 1]", learning, lambda x: 0 < x <= 1)
     check_number("`gate_lr` must be a positive number", 1.0 if gate_lr is None else gate_lr, lambda x: x > 0)
     check_number("`ema` must be a decay in (0, 1)", 0.5 if ema is None else ema, lambda x: 0 < x < 1)
 

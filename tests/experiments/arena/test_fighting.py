@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import os
 import re
 import sys
@@ -190,7 +191,7 @@ def test_the_table_has_means_and_intervals_by_hand() -> None:
 
 
 def test_what_is_won_and_lost_by_hand() -> None:
-    won, worse, close = showing.says(RECORDS)
+    won, worse, close, *_ = showing.says(RECORDS)
     assert won == "Budget has the lowest mean error in 1 of 3 cells"
     half = 2.776445 * math.sqrt(2 * 0.1**2 / 3)  # equal variances: Welch has four degrees of freedom
     assert worse == f"lenet5 at 10 %: TP magnitude is better by 1.00 ± {half:.2f} points, more than the interval"
@@ -200,6 +201,16 @@ def test_what_is_won_and_lost_by_hand() -> None:
     over = showing.says([*RECORDS[:2], record("narrow", [1.0], kept=0.21)])
     assert over[1].endswith("better by 0.20 points, of one seed")
     assert over[2] == "over the MACs that are allowed: lenet5-20-narrow"
+
+
+def test_equal_seeds_and_macs_are_paired_over_all_cells_by_hand() -> None:
+    more = record("narrow", [2.1, 2.4], 0.1, 0.1)  # one seed fewer than ours
+    narrow, _, stg = [line for line in showing.says([*RECORDS, more]) if "all cells" in line]
+    gaps = [-0.3, -0.3, -0.3, -0.1, -0.3]
+    half = 2.776445 * statistics.stdev(gaps) / math.sqrt(5)  # four degrees of freedom
+    assert narrow == f"lenet5, all cells: Budget is 0.26 ± {half:.2f} points below narrower (5 pairs)"
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert stg == f"lenet5, all cells: Budget is 0.10 ± {half:.2f} points above Budget, stg (3 pairs)"
 
 
 def test_a_changed_budget_is_named_by_its_change() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -69,7 +69,7 @@ def _best(cell: dict[str, Record]) -> str:
 
 def says(records: Sequence[Record]) -> list[str]:
     """In how many cells ours has the lowest mean, and of each other one whether it is worse by more than the interval
-    (Welch's, 95 %).
+    (Welch's, 95 %). Then how far it is from each of the others over all cells of a network.
     """
     fights = {cell: own for cell, own in cells(records).items() if OURS in own and len(own) > 1}
     if not fights:
@@ -83,7 +83,28 @@ def says(records: Sequence[Record]) -> list[str]:
         by = f"{more:.2f}" if math.isnan(half) else f"{more:.2f} ± {half:.2f}"
         out.append(f"{network} at {100 * at_most:.0f} %: {title(best)} is better by {by} points, {beyond}")
     over = [r["row"] for r in records for s in r["seeds"] if s["macs"]["kept"] > r["recipe"]["at_most"]]
-    return out + [f"over the MACs that are allowed: {', '.join(dict.fromkeys(over))}"] * bool(over)
+    out += [f"over the MACs that are allowed: {', '.join(dict.fromkeys(over))}"] * bool(over)
+    return out + list(_over_all(fights))
+
+
+def _over_all(fights: dict[Cell, dict[str, Record]]) -> Iterator[str]:
+    """Of each network: the difference to every other method, from pairs of equal seed and equal MACs."""
+    for network in dict.fromkeys(name for name, _ in fights):
+        pairs: dict[str, list[float]] = {}
+        for own in (cell for (name, _), cell in fights.items() if name == network):
+            ours = _by_seed(own[OURS])
+            for method, record in own.items():
+                theirs = _by_seed(record)
+                pairs.setdefault(method, []).extend(ours[k] - theirs[k] for k in ours.keys() & theirs.keys())
+        for method, found in pairs.items():
+            if method != OURS and len(found) > 1:
+                more, half = interval(found)
+                by = f"{abs(more):.2f} ± {half:.2f} points {'above' if more > 0 else 'below'}"
+                yield f"{network}, all cells: Budget is {by} {title(method)} ({len(found)} pairs)"
+
+
+def _by_seed(record: Record) -> dict[int, float]:
+    return {seed["seed"]: seed["error_last"] for seed in record["seeds"]}
 
 
 def draw(records: Sequence[Record], folder: Path) -> list[Path]:
@@ -110,7 +131,8 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
                 axes[columns + at].plot(dense[1], dense[2], "x", color=INK)
             axes[at].set(title=networks.find(network).title, xlabel="MACs kept (% of dense)", ylabel="test error (%)")
             axes[columns + at].set(xlabel="seconds of training", ylabel="test error (%)")
-        legend(figure, axes[0], columns=3)
+        most = max(axes[:columns], key=lambda panel: len(panel.get_legend_handles_labels()[1]))
+        legend(figure, most, columns=3)  # a method may be on some networks alone
         caption = (
             "Mean test error with its 95 % interval, by method: above against the share of the dense MACs that the "
             "network keeps, below against the seconds of training, dense phases and pruning counted in. All methods "
