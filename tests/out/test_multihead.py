@@ -167,16 +167,22 @@ def layer(kind: str, **kwargs: Any) -> nn.Module:
     return getattr(nn, f"Transformer{kind}Layer")(8, 4, 7, batch_first=True, **kwargs)
 
 
+def ends(x: Tensor) -> Tensor:
+    """The last place of each is padded, of the first the last two."""
+    length = x.shape[1] - 1 - (torch.arange(len(x)) == 0).long()
+    return torch.arange(x.shape[1]) >= length[:, None]
+
+
 class Stack(nn.Module):
     """An encoder over padded input, and a decoder that reads it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.TransformerEncoder(layer("Encoder"), 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer("Encoder"), 2, norm=nn.LayerNorm(8))
         self.decoder = nn.TransformerDecoder(layer("Decoder", norm_first=True), 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        padding = torch.arange(x.shape[1]).expand(len(x), -1) >= x.shape[1] - 1
+        padding = ends(x)
         causal = nn.Transformer.generate_square_subsequent_mask(y.shape[1], dtype=x.dtype)
         memory = self.encoder(x, src_key_padding_mask=padding)
         return self.decoder(y, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
@@ -226,7 +232,7 @@ def test_a_layer_of_torch_without_feed_forward_takes_no_shortcut_past_it() -> No
 
 
 @pytest.mark.slow
-def test_layers_of_torch() -> None:
+def test_layers_of_torch(tmp_path: Path) -> None:
     model = settled(Stack())
     gated = l0.attach(model, (draw(2, 5, 8), draw(2, 3, 8))).eval()
     heads = {name for name, gate in gated.named_gates() if gate.shape.numel() == 4}
@@ -236,9 +242,6 @@ def test_layers_of_torch() -> None:
     z = set_gates(gated, closed)
     small: Any = l0.compact(gated)
     x, y = draw(3, 6, 8), draw(3, 4, 8)
-    with torch.no_grad():
-        kept = gated(x, y)[:, :]
-        assert_same(small(x, y), kept)
     hand = copy.deepcopy(model)
     with torch.no_grad():
         for name, gates in z.items():
@@ -246,5 +249,13 @@ def test_layers_of_torch() -> None:
                 hand.get_submodule(name).out_proj.weight.mul_(gates.repeat_interleave(2))  # type: ignore[operator, union-attr]
             else:
                 hand.get_submodule(name.replace("linear1", "linear2")).weight.mul_(gates)  # type: ignore[operator]
-        assert_same(small(x, y), hand(x, y))
+    l0.save(small, tmp_path / "small.safetensors")
+    again: Any = l0.load(settled(Stack(), 1), tmp_path / "small.safetensors").eval()
+    for learns in (False, True):  # torch packs what is padded where nothing learns: there zeros come out
+        with torch.set_grad_enabled(learns):
+            assert_same(gated(x, y), hand(x, y))
+            assert_same(small(x, y), hand(x, y))
+            wide = {"src_key_padding_mask": ends(x)}
+            assert_same(small.encoder(x, **wide), hand.encoder(x, **wide))
+            assert_same(again.encoder(x, **wide), hand.encoder(x, **wide))
     assert_counted(gated, small, (draw(2, 5, 8), draw(2, 3, 8)))

@@ -88,6 +88,32 @@ def test_queries_that_lie_in_one_weight_with_their_keys(closed: list[int]) -> No
     assert_counted(gated, small, (draw(2, 5, 8),))
 
 
+class Uneven(nn.Module):
+    """Two heads of keys and four of values serve eight of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.keys, self.values = 8, 2, 4
+        self.q, self.k, self.v, self.out = (nn.Linear(*sizes) for sizes in ((8, 24), (8, 6), (8, 12), (24, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).view(*x.shape[:2], n, 3).transpose(1, 2).repeat_interleave(self.heads // n, 1)
+            for layer, n in ((self.q, self.heads), (self.k, self.keys), (self.v, self.values))
+        )
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], 3 * self.heads))  # type: ignore[no-any-return]
+
+
+def test_where_keys_and_values_serve_other_numbers_of_queries_all_go_at_once() -> None:
+    model = settled(Uneven())
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"q": [1]})
+    small: Any = l0.compact(gated)
+    assert (small.heads, small.keys, small.values) == (4, 1, 2)
+    assert_same(small(draw(3, 7, 8)), masked_by_hand(model, z, {"q": {"out": each(12)}})(draw(3, 7, 8)))
+
+
 def test_queries_that_a_number_in_the_code_cuts_are_refused() -> None:
     with pytest.raises(ValueError, match="`attn`: the model does not run with a unit of it removed"):
         l0.attach(settled(Fused(literal=True)), draw(2, 5, 8))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph, Numbers, Served
 from ellzero.graph.resizing import resize
-from ellzero.graph.standins import WHOLE, WIDTH, put_closed, put_nothing, put_scatter, put_select, put_slim
+from ellzero.graph.standins import WHOLE, WIDTH, pad, put_closed, put_nothing, put_scatter, put_select, put_slim
 
 Mask = npt.NDArray[np.bool_]
 
@@ -161,6 +161,7 @@ class Plan:
             put_closed(model, path)
         for path, number in self.gone.items():
             put_nothing(model, path, number)
+        pad(modules.values())
 
     def renamed(self, whole: nn.Module, small: nn.Module, done: Plan | None = None) -> dict[Any, float]:
         """Of each eps in `small`, on which the plan was carried out, what it is in `whole`, where `done` was; and how
@@ -189,6 +190,7 @@ class Plan:
         self._change(modules, back)
         _set_sizes(modules, {place: (was, was) for place, (was, _) in self.sizes.items()})
         self._set_eps(modules, [n.back() for n in self.norms])
+        pad(modules.values())
 
     def _set_eps(self, modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
         """Once for each place that holds an eps: several norms may share it."""

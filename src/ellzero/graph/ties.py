@@ -209,9 +209,9 @@ def _apart(ties: Ties) -> tuple[list[tuple[Numbers, Numbers]], list[Served]]:
     while True:
         pairs = _tied(others)
         root = classes(ties.count, [*ties.pairs, *pairs])
-        first: dict[bytes, Served] = {}
+        first: dict[tuple[int, bytes], Served] = {}
         for s in known:
-            other = first.setdefault(root[s.queries].tobytes(), s)
+            other = first.setdefault((len(s.heads), root[s.queries].tobytes()), s)
             pairs.append((other.heads, s.heads))
         root = classes(ties.count, [*ties.pairs, *pairs])
         reads, held = (ties.mask([root[a] for a in some]) for some in (ties.roles["reads"], taken))

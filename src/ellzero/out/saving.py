@@ -34,6 +34,7 @@ from ellzero.graph.standins import (
     Select,
     Slim,
     following,
+    pad,
     put_closed,
     put_nothing,
     put_scatter,
@@ -269,6 +270,7 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
     for layer in {id(modules[layer]): layer for layer in structure.scatters}.values():
         outputs = members[f"{layer}.weight"].shape[0]
         put_scatter(modules[layer], tensors[names[f"{layer}.scatter.index"]], outputs)
+    pad(modules.values())
 
 
 _OTHERS = {".pt", ".pth", ".pt2", ".ckpt", ".pkl", ".bin", ".onnx", ".npz"}  # who opens one expects what it says

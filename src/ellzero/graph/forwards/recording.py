@@ -77,9 +77,21 @@ def _recorded(
     recorder = _Recorder(model, args, kwargs, carry_out)
     # Gradients stay switched on, for those who ask; below autograd, an operation made of others is still one.
     below = torch._C._AutoDispatchBelowAutograd()
-    with torch.enable_grad(), recorder.modules(model), below, _Followed(recorder.nodes, recorder.doubts), recorder:
+    follow = _Followed(recorder.nodes, recorder.doubts)
+    with torch.enable_grad(), no_shortcuts(), recorder.modules(model), below, follow, recorder:
         out = model(*args, **kwargs)
     return recorder.ended(out), recorder.members
+
+
+@contextmanager
+def no_shortcuts() -> Iterator[None]:
+    """Has torch's attention and encoders go the whole way in the block: which shortcut they take, the data may tell."""
+    was = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)
 
 
 class _Recorder(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """What stands in for a part of a network that was taken out: layers, attention, norms."""
 
-from ellzero.graph.standins.heads import SHORTCUTS, FewerHeads
+from ellzero.graph.standins.heads import SHORTCUTS, FewerHeads, Padded, pad
 from ellzero.graph.standins.layers import (
     CONTRACTING,
     Closed,
@@ -25,6 +25,7 @@ __all__ = [
     "Closed",
     "FewerHeads",
     "Nothing",
+    "Padded",
     "ResponseNorm",
     "RootMeanSquare",
     "Scatter",
@@ -32,6 +33,7 @@ __all__ = [
     "Slim",
     "first_tensor",
     "following",
+    "pad",
     "put_closed",
     "put_nothing",
     "put_scatter",

@@ -1,8 +1,9 @@
-"""`FewerHeads` is an `nn.MultiheadAttention` whose heads are not its width any more."""
+"""`FewerHeads` is an `nn.MultiheadAttention` with heads not as wide as it, `Padded` an encoder around such layers."""
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Iterable
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +37,63 @@ class FewerHeads(nn.MultiheadAttention):
         return (out.transpose(1, 0) if turns else out), weights
 
 
+@final
+class Padded(nn.TransformerEncoder):
+    """An `nn.TransformerEncoder` that packs no padded input, since its layers take no such shortcut any more.
+
+    Where torch would pack it, what comes out at padded positions is what zeros give, as if it had.
+    """
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        out = super().forward(src, mask, src_key_padding_mask, is_causal)
+        if mask is not None or src_key_padding_mask is None or not self._packs(src, src_key_padding_mask):
+            return out
+        zeros = torch.zeros_like(src)
+        return torch.where(
+            src_key_padding_mask.bool().unsqueeze(-1), zeros if self.norm is None else self.norm(zeros), out
+        )
+
+    def _packs(self, src: Tensor, padding: Tensor) -> bool:
+        """Whether torch's own would, as it asks in its forward."""
+        tensors = (src, *self.layers[0].parameters())
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        may = torch.backends.mha.get_fastpath_enabled() and not torch.overrides.has_torch_function(tensors)
+        if learns or not may or self.layers[0].training or src.dim() != 3 or torch.is_autocast_enabled():
+            return False
+        if not self.mask_check:
+            return True
+        left: Any = torch._nested_tensor_from_mask_left_aligned
+        return not torch.compiler.is_compiling() and bool(left(src, padding.logical_not()))
+
+
 # Layers of torch that ask their attention whether a shortcut will do: what they call depends on it, what they do not.
-SHORTCUTS = (nn.MultiheadAttention, FewerHeads, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+SHORTCUTS = (nn.MultiheadAttention, FewerHeads, nn.TransformerEncoderLayer, nn.TransformerEncoder, Padded)
+
+
+def pad(modules: Iterable[nn.Module]) -> None:
+    """Makes encoders `Padded`, in place, that would pack their input for layers which cannot take it; and the way
+    back.
+    """
+    for m in modules:
+        if type(m) is Padded or (type(m) is nn.TransformerEncoder and m.use_nested_tensor):
+            packs = all(isinstance(layer, nn.TransformerEncoderLayer) and _is_whole(layer) for layer in m.layers)
+            m.__class__, m.use_nested_tensor = (nn.TransformerEncoder if packs else Padded), packs
+
+
+def _is_whole(layer: nn.TransformerEncoderLayer) -> bool:
+    """Whether torch's shortcut takes it: with plain layers, and an even number of heads."""
+    kinds = {"self_attn": nn.MultiheadAttention, "linear1": nn.Linear, "linear2": nn.Linear}
+    kinds |= {"norm1": nn.LayerNorm, "norm2": nn.LayerNorm}
+    children = {name: layer.get_submodule(name) for name in kinds}
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in children.values())
+    plain = all(type(children[name]) is kind for name, kind in kinds.items())
+    return plain and not hooked and layer.self_attn.num_heads % 2 == 0
 
 
 def _attend(

@@ -16,7 +16,7 @@ from torch import nn
 
 from ellzero.graph.axes import Axis, Graph, Norm
 from ellzero.graph.forwards.copying import duplicate, put
-from ellzero.graph.standins import RootMeanSquare
+from ellzero.graph.standins import RootMeanSquare, pad
 from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
 from ellzero.graph.trials.responding import response_norms
 from ellzero.graph.trials.running import agree, disturb, outputs, stirred, watched
@@ -159,6 +159,7 @@ def _centre(model: nn.Module, graph: Graph, stream: _Stream) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and RootMeanSquare in (type(layer.norm1), type(layer.norm2)):
             layer.activation_relu_or_gelu = 0  # then it takes no path past its norms
+    pad(model.modules())
 
 
 def subtract_none(model: nn.Module, path: str, eps: float) -> None:

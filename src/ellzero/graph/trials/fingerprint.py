@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ellzero.graph.forwards.copying import duplicate
-from ellzero.graph.standins import Closed, FewerHeads, Nothing, Scatter, Select, Slim
+from ellzero.graph.standins import Closed, FewerHeads, Nothing, Padded, Scatter, Select, Slim
 from ellzero.graph.tracing import Inputs
 from ellzero.graph.trials.running import outputs
 
@@ -48,7 +48,7 @@ def layers(model: nn.Module) -> Layers:
                 del kept["activation_relu_or_gelu"]
             # In evaluation all batch norms are one, also those that processes share.
             kind = "BatchNorm" if torchs and isinstance(module, _BatchNorm) else type(module).__name__
-            kind = "MultiheadAttention" if isinstance(module, FewerHeads) else kind
+            kind = {FewerHeads: "MultiheadAttention", Padded: "TransformerEncoder"}.get(type(module), kind)
             if isinstance(module, nn.GroupNorm):
                 kept["channels of a group"] = module.num_channels // module.num_groups
             out[name] = {"kind": kind, **kept}
