@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import os
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
