@@ -20,17 +20,19 @@ TARGETS = (0.1, 0.2, 0.35, 0.5)
 FAMILY = "bernoulli"  # the other family of gates, by `arena-split` on the MLP at 10 %: results/arena-split-8/
 METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
 OTHERS = (*(name for name in FAMILIES if name != FAMILY), *CHANGED)  # to choose it and the defaults by
-NETWORKS = {"lenet300": ("mnist", 20, 10_000), "lenet5": ("mnist", 20, 10_000), "resnet-56": ("cifar10", 20, 5_000)}
+NETWORKS = {"lenet300": "mnist", "lenet5": "mnist", "resnet-56": "cifar10"}
+EPOCHS = 20
 
 
 def contests(split: bool) -> tuple[Contest, ...]:
     """A contest for each network, share of the MACs and method, and the dense networks; the longest first."""
     out = []
-    for network, (data, epochs, held_out) in reversed(NETWORKS.items()):
-        out.append(Contest(network, DENSE, 1.0, data, epochs, split * held_out))
+    for network, whole in reversed(NETWORKS.items()):
+        data = f"{whole}-split" if split else whole
+        out.append(Contest(network, DENSE, 1.0, data, EPOCHS))
         for at_most in TARGETS:
             methods = METHODS + (OTHERS + tuple(INPUTS) * (network != "resnet-56")) * split
-            out += [Contest(network, method, at_most, data, epochs, split * held_out) for method in methods]
+            out += [Contest(network, method, at_most, data, EPOCHS) for method in methods]
     return tuple(out)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph import tracing
+from ellzero.graph.forwards import recording
 from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.forwards.recording import Unrecorded, hollow, recorded, walked
 from ellzero.graph.tracing import TraceError, as_inputs, mode, trace
@@ -179,6 +180,18 @@ def test_what_stands_for_a_product_is_laid_out_as_it_is(op: Any, args: tuple[Any
     assert real.any()
 
 
+def test_large_products_are_spared_and_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work of a recorded forward does not grow with the network, and the recorded operations are the same."""
+    made: list[Tensor] = []
+    kept: list[list[Any]] = []
+    for few in (0, recording.FEW):
+        monkeypatch.setattr(recording, "FEW", few)
+        graph, _ = recorded(Told(lambda h: made.append(h) or h.relu()), (torch.randn(3, 4),), {})
+        kept.append(operations(graph))
+    assert kept[0] == kept[1]
+    assert [bool(h.any()) for h in made] == [False, True]
+
+
 def test_a_convolution_of_another_layout_is_carried_out() -> None:
     args = torch.randn(2, 6, 5, 3).permute(0, 3, 1, 2), torch.randn(4, 3, 3, 3)
     assert torch.equal(hollow(torch.ops.aten.conv2d.default, args, {}), torch.ops.aten.conv2d.default(*args))
@@ -196,7 +209,10 @@ def test_what_a_model_keeps_is_whole() -> None:
         assert torch.equal(kept.pop(), torch.full((4, 4), 4.0))
 
 
-def test_a_forward_that_takes_no_zeros_is_recorded_all_the_same() -> None:
+@pytest.mark.parametrize("few", [0, recording.FEW])
+def test_a_forward_that_takes_no_zeros_is_recorded_all_the_same(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "FEW", few)
+
     def by(h: Tensor) -> Tensor:
         return torch.linalg.inv(h.mT @ h + torch.eye(4)) @ torch.linalg.cholesky(h.mT @ h)
 

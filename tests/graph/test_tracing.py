@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph.tracing import as_inputs, batch_size, canonical_names
+from support.oracles import assert_same, masked_by_hand, same, set_gates, settled
 from support.zoo import MLP, LeNet, ResNet
 
 
@@ -144,3 +145,31 @@ def test_macs_are_those_of_one_example() -> None:
     for n in (1, 3):
         products = l0.graph.trace(LeNet(), torch.zeros(n, 1, 14, 14)).products or ()
         assert {p.name: p.factor for p in products} == {"conv1": 144.0, "conv2": 16.0, "fc1": 1.0, "fc2": 1.0}
+
+
+class Places(nn.Embedding):
+    @torch.no_grad()
+    def forward(self, count: int) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.arange(count))
+
+
+class Noting(nn.Module):
+    """Asks the data for a number, so that it is exported, and looks places up without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.hidden, self.out = Places(9, 3), nn.Linear(3, 6), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.sum().item()
+        hidden = self.hidden(x + self.places(x.shape[1]))
+        a, b = hidden.split(hidden.shape[-1] // 2, -1)
+        return self.out(a.relu() * b)  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_a_block_without_gradients_in_an_export_is_the_same_with_units_removed() -> None:
+    gated = l0.attach(settled(Noting()), torch.randn(4, 6, 3, dtype=torch.float64)).eval()
+    z = set_gates(gated, {"hidden": [1]})
+    x = torch.randn(2, 7, 3, dtype=torch.float64)
+    assert_same(l0.compact(gated)(x), masked_by_hand(gated.model, z, {"hidden": {"out": same}})(x))

@@ -345,8 +345,7 @@ def widths(columns: Sequence[tuple[str, int, int]], path: Path, caption: str) ->
         axes.tick_params(axis="x", length=0, rotation=60 if len(columns) > 12 else 0)
         axes.set_yticks([])
         axes.grid(False)
-        for side in axes.spines.values():
-            side.set_visible(False)
+        axes.spines[:].set_visible(False)
         legend(figure, axes)
         return save(figure, path, caption)
 
@@ -375,8 +374,7 @@ def in_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
     axes.tick_params(length=0)
     axes.grid(False)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def layers(

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.forwards.copying import whole_copy
-from ellzero.graph.forwards.recording import Members, copied, flat, inline, mapped, recorded, walked
+from ellzero.graph.forwards.recording import Members, copied, flat, inline, mapped, no_shortcuts, recorded, walked
 from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
@@ -270,9 +270,9 @@ class _Walk:
             except Exception:  # a model that depends on data, or one that rejects the batch
                 pass
             try:
-                with torch.set_grad_enabled(training):
+                with torch.set_grad_enabled(training), no_shortcuts():
                     run(self.model, inputs)  # it must, and what it caches must not be made of fake tensors
-                program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
+                    program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
             except Exception as error:
                 if training:
                     return None

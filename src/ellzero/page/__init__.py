@@ -6,25 +6,13 @@ trains. `collecting` finds many runs, `runs` compares them, `method` explains th
 
 from ellzero.page.charts import PageMissingError, can_make, write
 from ellzero.page.collecting import collect, page_file
-from ellzero.page.facts import Look, look, measure_run
+from ellzero.page.facts import look, measure_run
 from ellzero.page.method import method_page
 from ellzero.page.run import run_figures, run_page
 from ellzero.page.runs import runs_figures, runs_page
 from ellzero.page.serve import Server
 
 __all__ = [
-    "Look",
-    "PageMissingError",
-    "Server",
-    "can_make",
-    "collect",
-    "look",
-    "measure_run",
-    "method_page",
-    "page_file",
-    "run_figures",
-    "run_page",
-    "runs_figures",
-    "runs_page",
-    "write",
-]
+    "PageMissingError", "Server", "can_make", "collect", "look", "measure_run", "method_page", "page_file",
+    "run_figures", "run_page", "runs_figures", "runs_page", "write",
+]  # fmt: skip

@@ -132,6 +132,12 @@ def dots(x: Iterable[Any], y: Iterable[Any], name: str, marker: Mapping[str, Any
     return {"type": "scatter", "mode": "markers", "x": list(x), "y": list(y), "name": name, "marker": marker} | more
 
 
+def heat(z: Any, hover: str, low: float = 0, high: float = 100, **more: Any) -> dict[str, Any]:
+    """Numbers as colours, as Plotly has them."""
+    look = {"type": "heatmap", "z": z, "zmin": low, "zmax": high, "colorscale": "@heat"}
+    return {**look, "hovertemplate": f"{hover}<extra></extra>", **more}
+
+
 def render(template: str, *, part: bool = False, **values: Any) -> str:
     """A page, complete in itself, from a template that extends `base.html.j2`; or its block `content` alone.
 

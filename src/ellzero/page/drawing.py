@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ import numpy as np
 from ellzero.experiments.store.folder import pace
 from ellzero.experiments.train.building import targets
 from ellzero.out.reporting import AxisRow
-from ellzero.page.charts import EXPECTED, KEPT, SERIES, Chart, axis, curve, dots, escaped, number, packed, percent
+from ellzero.page.charts import EXPECTED, KEPT, SERIES, Chart, axis, curve, dots, escaped, heat, number, packed, percent
 from ellzero.page.facts import BINS, COSTS, Look, Picture, Pixels, Run, Spread, Strip
+from ellzero.page.layers import about
 
 _KINDS = (("kept", "@blue", KEPT), ("expected", "@vermilion", EXPECTED))
 _COUNTED = {
@@ -267,12 +268,7 @@ def _bars(columns: Sequence[AxisRow], before: Sequence[float], after: Sequence[f
     for k, (left, right) in enumerate(itertools.pairwise(height / 2 for height in after)):
         x += [k + half, k + 1 - half, k + 1 - half, k + half, k + half, None]
         y += [left, right, -right, -left, left, None]
-    rows = [[escaped(c.name), c.dense, number(c.expected, 1), c.kept, c.state] for c in columns]
-    hover = (
-        "%{customdata[0]}<br>dense: %{customdata[1]:,}<br>expected: %{customdata[2]}<br>kept: %{customdata[3]:,}"
-        "<br>%{customdata[4]}<extra></extra>"
-    )
-    bars = {"type": "bar", "x": list(range(len(columns))), "customdata": rows, "hovertemplate": hover}
+    bars = {"type": "bar", "x": list(range(len(columns))), **about(columns)}
     band = {"type": "scatter", "mode": "lines", "fill": "toself", "fillcolor": "@faint", "line": {"width": 0}}
     return [{**band, "hoverinfo": "skip", "showlegend": False, "x": x, "y": y}] + [
         {**bars, "width": 2 * half, "y": y, "base": [-h / 2 for h in y], "name": name, "marker": {"color": colour}}
@@ -291,11 +287,6 @@ def gate_charts(run: Run) -> list[list[Chart]]:
     return out
 
 
-def _heat(z: Any, hover: str, bar: Mapping[str, Any], low: float = 0, high: float = 100, **more: Any) -> dict[str, Any]:
-    words = {"hovertemplate": f"{hover}<extra></extra>", "colorbar": dict(bar)}
-    return {"type": "heatmap", "z": z, "zmin": low, "zmax": high, "colorscale": "@heat", **words, **more}
-
-
 def _strip(run: Run, strip: Strip, k: int) -> Chart:
     rows, last = strip.percent.shape[0], strip.percent[:, -1]
     some = f" {rows} of them are shown, evenly spaced." if rows < strip.gates else ""
@@ -308,7 +299,7 @@ def _strip(run: Run, strip: Strip, k: int) -> Chart:
         f"A row for each of the {strip.gates:,} gates of {strip.name}, by falling P(open) at the end. Colour: the "
         f"probability that the gate is open (expected), in percent.{some}",
         f"P(open) of the gates of {strip.name}; at the end {sure}.",
-        [_heat(packed(strip.percent), hover, bar, x=list(strip.epochs))],
+        [heat(packed(strip.percent), hover, colorbar=bar, x=list(strip.epochs))],
         height=280,
         xaxis=axis("epoch", showgrid=False, **({"dtick": 1} if len(strip.epochs) <= 12 else {})),
         yaxis=axis("gates", **bare),
@@ -375,7 +366,7 @@ def _gate_map(picture: Picture) -> tuple[Chart, Pixels]:
         f"A picture of {height} by {width} pixels; the mean of {picture.what} is "
         f"{percent(float(picture.tiles.mean()), 1)}, and {picture.kept:,} of {picture.dense:,} gates are open at test "
         "time.",
-        [_heat(rows, hover, {**_BELOW, "ticksuffix": " %"}, xgap=0.5, ygap=0.5, hoverongaps=False)],
+        [heat(rows, hover, colorbar={**_BELOW, "ticksuffix": " %"}, xgap=0.5, ygap=0.5, hoverongaps=False)],
         height=440,
         **_SQUARE,
     ), z
@@ -387,7 +378,7 @@ def _filters(picture: Picture, gated: bool) -> tuple[Chart, Pixels]:
     z, corners = _montage(tiles, 5)
     most = float(np.nanmax(np.abs(z))) or 1.0
     rows = [[None if math.isnan(v) else float(f"{v:.4g}") for v in row] for row in z.tolist()]
-    heat = _heat(rows, "weight %{z}", _BELOW, -most, most, colorscale="@diverging", hoverongaps=False)
+    look = {"colorscale": "@diverging", "colorbar": _BELOW, "hoverongaps": False}
     style = {"showarrow": False, "xanchor": "left", "yanchor": "bottom", "font": {"size": 10, "color": "@muted"}}
     labels = [
         {**style, "x": x - 0.5, "y": y - 0.5, "text": escaped(name)}
@@ -404,7 +395,7 @@ def _filters(picture: Picture, gated: bool) -> tuple[Chart, Pixels]:
         f"Weights of {which}, as pictures of what each reads, {gates}channels averaged. Blue: positive, orange: "
         f"negative. The number is that of the unit. {some}",
         f"Weights of {which}. {some}",
-        [heat],
+        [heat(rows, "weight %{z}", -most, most, **look)],
         height=440,
         annotations=labels,
         **_SQUARE,

@@ -20,7 +20,7 @@ from ellzero.gates.abstract import NoExpectation
 from ellzero.graph.axes import Kind
 from ellzero.out.reporting import MANY, AxisRow, within_blocks
 from ellzero.out.tables import families, layers_of
-from ellzero.page.charts import Chart, escaped, number
+from ellzero.page.charts import Chart, escaped, heat, number
 
 _ACROSS, _NARROW, _GAP = 2, 0.42, 0.05  # panels in a chart at most, how wide one of blocks is, what is between them
 _LONG = 20  # letters in a line above a panel
@@ -243,16 +243,8 @@ def _grid(part: Part, places: Mapping[str, int]) -> Iterator[dict[str, Any]]:
             words[y, head] = f"layer {layer}, {what}: {'kept' if stays else 'gone'}{expected}"
             crosses += [] if stays else [(head, y)]
     rows = [[None if np.isnan(v) else int(v) for v in row] for row in z.tolist()]
-    look = {
-        "zmin": 0,
-        "zmax": 100,
-        "colorscale": [[0, "@grid"], [1, "@blue"]],
-        "showscale": False,
-        "xgap": 3,
-        "ygap": 3,
-    }
-    hover = {"customdata": words.tolist(), "hovertemplate": "%{customdata}<extra></extra>", "hoverongaps": False}
-    yield {"type": "heatmap", "z": rows, **look, **hover}
+    look: dict[str, Any] = {"colorscale": [[0, "@grid"], [1, "@blue"]], "showscale": False, "xgap": 3, "ygap": 3}
+    yield heat(rows, "%{customdata}", **look, customdata=words.tolist(), hoverongaps=False)
     marker = {"symbol": "x-thin", "size": 7, "line": {"color": "@muted", "width": 1.5}}
     spots = {"x": [x for x, _ in crosses], "y": [y for _, y in crosses]}
     yield {"type": "scatter", "mode": "markers", **spots, "marker": marker, "hoverinfo": "skip"}
@@ -265,14 +257,19 @@ def _bars(part: Part, places: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     yield _counts(part, places)
 
 
-def _pair(rows: Sequence[AxisRow], y: Sequence[float], width: float) -> Iterator[dict[str, Any]]:
-    """Bars of dense and of kept units, on top of each other."""
-    about = [[escaped(r.name), f"{r.dense:,}", number(r.expected, 1), f"{r.kept:,}", r.state] for r in rows]
+def about(rows: Sequence[AxisRow]) -> dict[str, Any]:
+    """What the bars of axes say when they are pointed at."""
     hover = (
-        "%{customdata[0]}<br>dense: %{customdata[1]}<br>expected: %{customdata[2]}<br>kept: %{customdata[3]}"
+        "%{customdata[0]}<br>dense: %{customdata[1]:,}<br>expected: %{customdata[2]}<br>kept: %{customdata[3]:,}"
         "<br>%{customdata[4]}<extra></extra>"
     )
-    bar = {"type": "bar", "orientation": "h", "y": list(y), "width": width, "customdata": about, "hovertemplate": hover}
+    told = [[escaped(r.name), r.dense, number(r.expected, 1), r.kept, r.state] for r in rows]
+    return {"customdata": told, "hovertemplate": hover}
+
+
+def _pair(rows: Sequence[AxisRow], y: Sequence[float], width: float) -> Iterator[dict[str, Any]]:
+    """Bars of dense and of kept units, on top of each other."""
+    bar = {"type": "bar", "orientation": "h", "y": list(y), "width": width, **about(rows)}
     yield {**bar, "x": [r.dense for r in rows], "name": "dense", "marker": {"color": "@soft"}}
     yield {**bar, "x": [r.kept for r in rows], "name": "kept", "marker": {"color": "@blue"}}
 

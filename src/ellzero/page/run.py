@@ -22,19 +22,11 @@ from ellzero.page.facts import COSTS, Look, Run, gather
 def run_page(
     folder: Folder, index: int = 0, *, seen: Look | None = None, live: bool = False, part: bool = False
 ) -> str:
-    """The page of a run: HTML, complete in itself.
+    """The page of a run, finished or not: HTML, complete in itself; or the `part` that changes while the run goes on.
 
-    Args:
-        folder: of the run, finished or not.
-        index: which run of a stack, from 0.
-        seen: what its network looks like, if that is known already.
-        live: whether the page asks the server that it comes from for news.
-        part: only what changes while the run goes on.
-
-    Raises:
-        IndexError: there is no such run.
-        FolderError: the history or the results are damaged.
-        PageMissingError: Plotly or jinja2 is not installed.
+    Its network is as `seen`, or as in the newest checkpoint. A `live` page asks the server that it comes from for news.
+    An IndexError says that there is no such run in a stack, a FolderError that history or results are damaged, a
+    PageMissingError that Plotly or jinja2 is not installed.
     """
     return render("run.html.j2", part=part, **_values(gather(folder, index, seen)), live=live, connect=live)
 

@@ -240,9 +240,10 @@ def test_the_arena_has_twelve_cells_and_its_split_has_them_on_other_images() -> 
         assert {(c.network, c.at_most) for c in fought if c.method == method} == cells
     assert len({c.epochs for c in arena.contests if c.network == "resnet-56"}) == 1
     assert arena.seeds >= 3
-    assert all(c.held_out == 0 for c in arena.contests)
-    assert all(c.held_out > 0 for c in split.contests)
-    assert set(arena.contests) < {replace(c, held_out=0) for c in split.contests}  # which has all families
+    assert {c.data for c in arena.contests} == {"mnist", "cifar10"}
+    assert {c.data for c in split.contests} == {"mnist-split", "cifar10-split"}
+    held_out = {replace(c, data=f"{c.data}-split") for c in arena.contests}
+    assert held_out < set(split.contests)  # which has all families
     changed = {(c.network, c.method) for c in split.contests if c.method.startswith("budget-")}
     assert {n for n, m in changed if m == "budget-keep-90"} == {"lenet300", "lenet5", "resnet-56"}
     assert {n for n, m in changed if m == "budget-inputs"} == {"lenet300", "lenet5"}  # streams have several writers

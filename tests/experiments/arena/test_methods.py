@@ -19,7 +19,7 @@ import ellzero as l0
 from ellzero.experiments.arena import counting, ours, rivals, scratch
 from ellzero.experiments.arena import loop as arena_loop
 from ellzero.experiments.arena.bout import Bout
-from ellzero.experiments.arena.contest import METHODS, Contest, held_out
+from ellzero.experiments.arena.contest import METHODS, Contest
 from ellzero.experiments.arena.loop import BATCH, DECAY, RATE, Loop
 from ellzero.experiments.data import Tensors, epoch_generator, load, scaled, shuffled, stand_in
 from ellzero.experiments.networks import Network, find
@@ -401,17 +401,6 @@ def test_the_shape_is_trained_from_what_budget_left(tmp_path: Path) -> None:
     assert again["macs"] == ours["macs"]
     assert again["steps"] == ours["steps"]
     assert ours["macs"]["kept"] <= 0.2
-
-
-def test_held_out_images_are_the_last_of_the_training_set_and_no_test_image() -> None:
-    data = digits()
-    split = held_out(data, 50)
-    assert torch.equal(split.train_x, data.train_x[: 2 * BATCH - 50])
-    assert torch.equal(split.test_x, data.train_x[2 * BATCH - 50 :])
-    assert torch.equal(torch.cat([split.train_y, split.test_y]), data.train_y)
-    assert held_out(data, 0) is data
-    with pytest.raises(ValueError, match="must leave images to train on, got 256 of 256"):
-        held_out(data, 2 * BATCH)
 
 
 def wrong() -> Iterator[tuple[dict[str, Any], str]]:

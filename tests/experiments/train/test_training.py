@@ -337,7 +337,7 @@ def test_the_average_is_corrected_for_its_beginning() -> None:
     net = copy.deepcopy(trainer.runs.template.network)
     net.load_state_dict({n.removeprefix("network."): v for n, v in trainer.values().items()}, strict=False)
     wrong = (net.eval()(x).argmax(1) != y).float().mean()
-    assert evaluation.evaluate(trainer, chunk=30)["error"].item() == pytest.approx(100 * wrong.item(), abs=1e-4)
+    assert evaluation.evaluate(trainer)["error"].item() == pytest.approx(100 * wrong.item(), abs=1e-4)
 
 
 def test_pixels_are_scaled_as_the_recipe_says() -> None:

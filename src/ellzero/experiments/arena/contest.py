@@ -44,7 +44,6 @@ class Contest:
     at_most: float  # of the dense MACs; 1 of the dense network
     data: str
     epochs: int
-    held_out: int = 0  # so many of the training images to test on, in place of the test images: to choose settings by
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -77,7 +76,7 @@ class Contest:
         if not isinstance(dataset, Tensors):
             raise TypeError(f"`data` must be in memory, got {type(dataset).__name__}")
         torch.manual_seed(seed)
-        loop = Loop(held_out(dataset, self.held_out), self.epochs, seed)
+        loop = Loop(dataset, self.epochs, seed)
         bout = Bout(networks.find(self.network), self.at_most, loop, found)
         start = time.perf_counter()
         network = METHODS[self.method](bout)
@@ -99,13 +98,3 @@ class Contest:
             "shapes": {name: list(p.shape) for name, p in network.named_parameters() if p.ndim > 1},
             "about": provenance(dataset.device),
         }
-
-
-def held_out(dataset: Tensors, count: int) -> Tensors:
-    """The data set with its last training images to test on; as it is with none."""
-    if not count:
-        return dataset
-    if count >= len(dataset.train_x):
-        raise ValueError(f"`held_out` must leave images to train on, got {count} of {len(dataset.train_x)}")
-    x, y = dataset.train_x, dataset.train_y
-    return replace(dataset, train_x=x[:-count], train_y=y[:-count], test_x=x[-count:], test_y=y[-count:])

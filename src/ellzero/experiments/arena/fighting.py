@@ -45,18 +45,10 @@ def fight(
     at_once: int = 1,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Record]:
-    """Trains what is left of all contests, and gives a record for each.
+    """Trains what is left of all contests, each with the seeds from 0 on, and gives a record for each.
 
-    Args:
-        contests: the rows.
-        seeds: of each, from 0.
-        load: gives the data set of a name; for several processes it must be picklable.
-        out: the folder.
-        at_once: processes that train at the same time.
-        say: is told what is done.
-
-    Raises:
-        ArenaError: some have failed; all others were trained and stored before.
+    `at_once` processes train at the same time; for several, `load`, which gives the data set of a name, must be
+    picklable. An ArenaError says that some have failed; all others were trained and stored before.
     """
     jobs = [(contest, seed) for seed in range(seeds) for contest in contests]  # what is cut short has whole seeds
     left = [job for job in jobs if not _file(out, *job).exists()]

@@ -14,10 +14,10 @@ from ellzero.experiments.arena.bout import Bout, Method
 from ellzero.experiments.arena.loop import DECAY, RATE
 from ellzero.gated.attaching import attach
 from ellzero.gated.placements import per_layer
-from ellzero.out.budget import Budget
+from ellzero.out.budget import LEARNING, Budget
 
 
-def budget(bout: Bout, *, learning: float | None = None, **options: Any) -> nn.Module:
+def budget(bout: Bout, *, learning: float = LEARNING, **options: Any) -> nn.Module:
     """All epochs with a budget, as the README has it; `learning` is the budget's, `options` are of `attach`."""
     loop = bout.loop
     gated = attach(bout.dense(), (loop.example,), **options)

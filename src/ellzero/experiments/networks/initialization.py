@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 
 def initialize_2017(model: nn.Module, generator: Generator | None = None) -> None:
     """Draws the weights anew as Molchanov et al. (2017) do in their code: N(0, 0.01²), and every bias is 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            nn.init.normal_(module.weight, 0.0, 0.01, generator=generator)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.BatchNorm2d):
-            module.reset_parameters()
+    _draw(model, lambda weight: nn.init.normal_(weight, 0.0, 0.01, generator=generator))
 
 
 def initialize_2018(model: nn.Module, generator: Generator | None = None) -> None:
@@ -27,9 +21,13 @@ def initialize_2018(model: nn.Module, generator: Generator | None = None) -> Non
     Weights are N(0, 2 / in) in a fully connected layer and N(0, 2 / (C_in·k·k)) in a convolution; every bias is 0.
     Batch norms begin as the identity.
     """
+    _draw(model, lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator))
+
+
+def _draw(model: nn.Module, draw: Callable[[Tensor], object]) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu", generator=generator)
+            draw(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.BatchNorm2d):

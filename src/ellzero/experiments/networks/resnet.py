@@ -75,8 +75,6 @@ def _network(typed: re.Match[str]) -> Network | None:
         has_batch_norm=True,
         blocks="blocks.*.conv1",
         residual=True,
-        compiling=(2_500, 0.13),  # not measured: those of a WRN
-        test_batch=1000,
     )
 
 

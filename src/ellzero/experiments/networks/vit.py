@@ -64,8 +64,6 @@ def _network(typed: re.Match[str]) -> Network | None:
         has_dropout=True,
         centres=True,
         residual=True,
-        compiling=(2_500, 0.13),  # not measured: those of a WRN
-        test_batch=1000,
     )
 
 

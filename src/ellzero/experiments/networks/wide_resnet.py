@@ -93,8 +93,6 @@ def _network(name: str, title: str, depth: int, width: int) -> Network | None:
         has_dropout=True,
         blocks="blocks.*.conv1",
         residual=True,
-        compiling=(2_500, 0.13),  # seen on an H200 with WRN-28-10
-        test_batch=1000,
     )
 
 

@@ -76,7 +76,8 @@ def checked(hint: Any, name: str, value: Any) -> Any:
     kind, parts, span = _taken_apart(hint)
     if kind in (Union, UnionType):  # one value, or one by pattern, or none
         many = next((part for part in parts if get_origin(part) is dict), parts[0])
-        as_it_is = (value is None and NoneType in parts) or any(value in get_args(p) for p in parts if _is_literal(p))
+        words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+        as_it_is = (value is None and NoneType in parts) or value in words
         return value if as_it_is else checked(many if isinstance(value, Mapping) else parts[0], name, value)
     if kind is dict:
         return _by_pattern(parts[1], name, value)
@@ -104,10 +105,6 @@ def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...], Range]:
     if kind is Literal:
         span = Range(" or ".join(f'"{option}"' for option in parts), parts.__contains__)
     return kind, parts, span
-
-
-def _is_literal(hint: Any) -> bool:
-    return get_origin(hint) is Literal
 
 
 def _by_pattern(hint: Any, name: str, value: Any) -> dict[str, Any]:

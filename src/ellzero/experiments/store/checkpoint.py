@@ -204,15 +204,10 @@ def random_state(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The state of every global random generator: Python's, numpy's, torch's on the CPU and, on a GPU, that one's."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (the global one is meant)
+    numbers = torch.from_numpy(np.asarray(keys).astype(np.int64))
     state: dict[str, Any] = {
         "python": (version, torch.tensor(words), gauss),
-        "numpy": (
-            kind,
-            torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            int(position),
-            int(has_gauss),
-            float(cached),
-        ),
+        "numpy": (kind, numbers, int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
     }
     if torch.device(device).type == "cuda":

@@ -122,7 +122,8 @@ def _makers(recipe: Recipe, biased: bool) -> dict[str, GateMaker]:
     """What makes the gates of a recipe, by the pattern of their names; `biased` says that the network has biases."""
     noise: dict[str, GateMaker] = {}
     if recipe.gate in ("bc_gnj", "bc_ghs"):
-        noise = {pattern: partial(gates.GaussianWeightGate, most=most) for pattern, most in _pairs(recipe.most_noise)}
+        most_noise = recipe.most_noise or {}
+        noise = {pattern: partial(gates.GaussianWeightGate, most=most) for pattern, most in most_noise.items()}
         noise |= dict.fromkeys(("*.weight", "*.bias")[: 1 + biased], gates.GaussianWeightGate)
     match recipe.gate:
         case "hard_concrete" | "bernoulli" | "generalized_dropout" | "dropout":
@@ -141,7 +142,7 @@ def _makers(recipe: Recipe, biased: bool) -> dict[str, GateMaker]:
         "bc_ghs": gates.HalfCauchyGate,
         "sparse_vd": gates.SparseVDGate if recipe.start is None else partial(gates.SparseVDGate, start=recipe.start),
     }[recipe.gate]
-    units: dict[str, GateMaker] = {p: partial(family, threshold=t) for p, t in _pairs(recipe.threshold)}
+    units: dict[str, GateMaker] = {p: partial(family, threshold=t) for p, t in _by_pattern(recipe.threshold).items()}
     return {**noise, **units, "*": units.get("*", family)}  # where no threshold is named, that of the family
 
 
@@ -228,10 +229,6 @@ def targets(recipe: Recipe) -> dict[str, float]:
 
 def _by_pattern(value: float | Mapping[str, float] | None) -> dict[str, float]:
     return {} if value is None else dict(value) if isinstance(value, Mapping) else {"*": value}
-
-
-def _pairs(value: float | Mapping[str, float] | None) -> Iterable[tuple[str, float]]:
-    return _by_pattern(value).items()
 
 
 def gate_rate(recipe: Recipe, steps: int) -> float | None:

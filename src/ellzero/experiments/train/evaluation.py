@@ -27,14 +27,14 @@ from ellzero.out import settling
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer, chunk: int | None = None) -> dict[str, Tensor]:
+def evaluate(trainer: Trainer) -> dict[str, Tensor]:
     """Test error in percent, expected and kept cost fractions, open gates, of every run, with the test-time gates.
 
     In full precision. Of several processes, each looks at its share of the images.
     """
     values = trainer.values()
     with _looking(trainer):
-        out = {"error": _error(trainer, values, chunk)}
+        out = {"error": _error(trainer, values)}
     if trainer.gates:
         out["expected"], out["kept"] = trainer.runs.evaluate(Objective.watched, values=values).unbind(1)
         out["open"] = trainer.runs.evaluate(Objective.counts, values=values)
@@ -42,14 +42,14 @@ def evaluate(trainer: Trainer, chunk: int | None = None) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _error(trainer: Trainer, values: dict[str, Tensor], chunk: int | None = None) -> Tensor:
+def _error(trainer: Trainer, values: dict[str, Tensor]) -> Tensor:
     trainer.runs.eval()
 
     def answer(x: Tensor) -> Tensor:
         return trainer.runs.evaluate(Objective.logits, trainer.supply.scaled(x), values=values)
 
-    chunk, ranks = chunk or trainer.policy.test_batch, trainer.policy.ranks
-    return measured(trainer.recipe, trainer.data, answer, chunk, trainer.rank, ranks).float()
+    policy = trainer.policy
+    return measured(trainer.recipe, trainer.data, answer, policy.test_batch, trainer.rank, policy.ranks).float()
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ellzero.out.finalization import bring_within
 def after_epoch(trainer: Trainer) -> None:
     """Lets gates learn, settles or shrinks, if it is time."""
     if trainer.gates and trainer.epoch == trainer.recipe.dense_epochs:
-        trainer.release()
+        trainer.fix(False)
     elif trainer.epoch == trainer.recipe.settle_at:
         settle(trainer)
     elif trainer.recipe.shrink_at and not trainer.step.fixed:

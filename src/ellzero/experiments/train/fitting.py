@@ -119,11 +119,8 @@ def _kind(t: Tensor) -> str:
 
 def sources(recipe: Recipe, dataset: Dataset) -> dict[str, Any]:
     """What a run stores of code and data of the user's: nothing where there are none."""
-    names = [
-        name
-        for name in (recipe.network, recipe.data, recipe.loss, recipe.metric, recipe.teacher)
-        if name and is_code(name)
-    ]
+    named = (recipe.network, recipe.data, recipe.loss, recipe.metric, recipe.teacher)
+    names = [name for name in named if name and is_code(name)]
     if not names and not is_own(recipe.data):
         return {}
     record = dataset.record() if is_own(recipe.data) else None

@@ -68,10 +68,7 @@ def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.step.clock.copy_(state["clock"])
     if "shrinking" in state:
         _shrink_like(trainer, state["shrinking"])
-    if state["tuning"]:
-        trainer.fix()
-    else:
-        trainer.release()
+    trainer.fix(state["tuning"])
     with torch.no_grad():
         buffers = dict(trainer.runs.template.named_buffers())
         held = {"values": trainer.runs.values(), "buffers": buffers, "average": trainer.average.tensors}

@@ -129,11 +129,8 @@ class Trainer:
     def _take(self, index: Tensor, noise: Tensor) -> Tensor:
         return self.step(*self.supply.batch(index), noise, first=self.steps_done == 0)
 
-    def fix(self) -> None:
-        """From here on the gates are fixed, and only the weights move."""
-        self._fix(True)
-
-    def _fix(self, fixed: bool) -> None:
+    def fix(self, fixed: bool = True) -> None:
+        """From here on the gates are fixed, and only the weights move; or the gates learn again."""
         self.step.fixed = fixed
         values = self.runs.values()
         for value in (values[name] for name in self._learning):
@@ -143,10 +140,6 @@ class Trainer:
             if group["by_eq_17"]:  # with gates that are open or closed, and no more than that
                 group["weight_decay"] = self.recipe.l2 * self.recipe.l2_gated_factor if fixed else 0.0
         self.prepare()
-
-    def release(self) -> None:
-        """From here on the gates learn."""
-        self._fix(False)
 
     def take_out(self, plan: Plan) -> None:
         """Takes units out for good: of the network, of what the optimizer remembers and of the average."""

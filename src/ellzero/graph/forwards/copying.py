@@ -5,6 +5,7 @@ follows: functions that a module keeps, as its hooks or as `self.f = lambda x: l
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from types import CellType, FunctionType, MethodType
@@ -48,24 +49,28 @@ def lean(model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None) ->
 
 
 _HOLDING = nn.Module().__dict__.keys()  # what torch keeps in every module, the flag of training included
+_HOOKS = tuple(key for key in _HOLDING if key.endswith("_hooks"))
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
+_NESTS = (dict, list, set)
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module has nothing of its own but numbers and words, so that a quick copy is a whole one."""
-    kind = type(module)
-    own = (value for key, value in vars(module).items() if key not in _HOLDING)
-    hooks = any(vars(module)[key] for key in _HOLDING if key.endswith("_hooks"))
-    usual = kind.__reduce_ex__ is object.__reduce_ex__ and getattr(kind, "__deepcopy__", None) is None
-    parts = (part for value in own for part in (value if isinstance(value, tuple | list) else (value,)))
-    return usual and not hooks and all(isinstance(part, _PLAIN) for part in parts)
+    kind, held = type(module), vars(module)
+    if kind.__reduce_ex__ is not object.__reduce_ex__ or getattr(kind, "__deepcopy__", None) is not None:
+        return False
+    own = (value for key, value in held.items() if key not in _HOLDING and not isinstance(value, _PLAIN))
+    lists = all(isinstance(value, (tuple, list)) and all(isinstance(part, _PLAIN) for part in value) for value in own)
+    return lists and not any(held[key] for key in _HOOKS)
 
 
 def _slight(module: nn.Module, memo: Memo) -> nn.Module:
     """What `copy.deepcopy` makes of a plain module, in a tenth of the time."""
     out = object.__new__(type(module))
     for key, value in vars(module).items():
-        out.__dict__[key] = value.copy() if isinstance(value, dict | list | set) else value
+        if isinstance(value, _NESTS):  # those of hooks are many, empty, and slow to copy
+            value = value.copy() if value or type(value) is not OrderedDict else OrderedDict()
+        out.__dict__[key] = value
     out._parameters = {key: p if p is None else memo[id(p)] for key, p in module._parameters.items()}
     out._modules = {key: copy.deepcopy(m, memo) for key, m in module._modules.items()}  # shared, it may be new
     for key, b in module._buffers.items():

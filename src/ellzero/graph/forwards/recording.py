@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ _PRODUCTS = {
     *("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution"),
 }
 _PLAIN = (Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))
+_NESTS = (list, tuple, dict)  # `isinstance` takes twice as long to look at `list | tuple | dict`
+FEW = 2**14  # numbers, whose product takes no longer than to look up how it would be laid out
 
 
 Runs = Callable[[Any, Any, Any], Any]  # an operation, on its arguments
@@ -64,7 +66,7 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """
     try:
         own: tuple[tuple[Any, ...], dict[str, Any]] = mapped(copied, (args, kwargs))
-        return _recorded(model, *own, carry_out=hollow)
+        return _recorded(model, *own, carry_out=_sparing)
     except Unrecorded:
         raise
     except Exception:  # zeros will not do, as for the inverse of a matrix
@@ -134,12 +136,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(leaf, torch.UntypedStorage) for leaf in flat(args)):  # whose, nobody knows
+        tensors = _tensors(args, kwargs)
+        if tensors is None:
             raise self.doubts(func)
         given = mapped(self.node, (args, kwargs))  # before it runs: it may change them in place
-        told = self.told.among((args, kwargs))
-        made = (self.carry_out if told is Origin.INPUT else _whole)(func, args, kwargs)
-        leaves = list(flat(made))
+        told = self.told.among(tensors)
+        made = self.carry_out(func, args, kwargs) if told is Origin.INPUT else func(*args, **kwargs)
+        leaves = flat(made)
         numbers = not leaves or not all(isinstance(t, Tensor) for t in leaves)
         if told and (numbers or _by_data(func, args)):
             raise self.doubts(func)
@@ -148,16 +151,15 @@ class _Recorder(TorchDispatchMode):
         if numbers:
             return made  # always the same
         node = self.graph.call_function(func, *given)
-        node.meta |= {"val": mapped(_shape, made), "module": self.within[-1]}
-        same = {id(t) for t in flat((args, kwargs)) if isinstance(t, Tensor)}
+        node.meta.update(val=mapped(_shape, made), module=self.within[-1])
         for k, tensor in enumerate(leaves):
-            if id(tensor) in same and not func._schema.is_mutable:
+            if not func._schema.is_mutable and any(tensor is t for t in tensors):
                 continue  # it was handed back
             if tensor is made:
                 self.nodes[tensor] = node
             else:
                 self.nodes[tensor] = part = self.graph.call_function(operator.getitem, (node, k))
-                part.meta |= {"val": _shape(tensor), "module": self.within[-1]}
+                part.meta.update(val=_shape(tensor), module=self.within[-1])
         return made
 
     def node(self, tensor: Tensor) -> fx.Node:
@@ -200,9 +202,8 @@ class _Told:
                 self.written[memory._cdata] = memory, told
             self.tensors[tensor] = told
 
-    def among(self, tree: Any) -> Origin:
+    def among(self, tensors: Iterable[Tensor]) -> Origin:
         """The last origin among those of all tensors."""
-        tensors = list(filter(_is_tensor, flat(tree)))
         found = [self.tensors.get(t, Origin.ELSEWHERE) for t in tensors]
         if self.written:
             places = (t.untyped_storage()._cdata for t in tensors)
@@ -212,6 +213,12 @@ class _Told:
 
 def _whole(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _sparing(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation makes, without large products."""
+    small = sum(t.numel() for t in flat(args) if isinstance(t, Tensor)) <= FEW
+    return func(*args, **kwargs) if small else hollow(func, args, kwargs)
 
 
 def hollow(func: Any, args: Any, kwargs: Any) -> Any:
@@ -271,13 +278,14 @@ class _Hollow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(leaf, torch.UntypedStorage) for leaf in flat(args)):
+        tensors = _tensors(args, kwargs)
+        if tensors is None:
             raise self.doubts(func)
-        told = self.told.among((args, kwargs))
+        told = self.told.among(tensors)
+        made = (_sparing if told is Origin.INPUT else _whole)(func, args, kwargs)
         if not told:
-            return func(*args, **kwargs)
-        made = (hollow if told is Origin.INPUT else _whole)(func, args, kwargs)
-        leaves = list(flat(made))
+            return made
+        leaves = flat(made)
         if not leaves or not all(map(_is_tensor, leaves)) or _by_data(func, args):
             raise self.doubts(func)
         self.told.add(func, leaves, told)
@@ -306,12 +314,25 @@ class _Followed(TorchFunctionMode):
         return any(isinstance(t, Tensor) and t in self.known for t in flat(args))
 
 
+def _tensors(args: Any, kwargs: Any) -> list[Tensor] | None:
+    """The tensors that an operation gets; None where one comes as a storage: whose it is, nobody knows."""
+    leaves = flat((args, kwargs) if kwargs else args)
+    if any(isinstance(leaf, torch.UntypedStorage) for leaf in leaves):
+        return None
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
 def _by_data(func: Any, args: Any) -> bool:
     """Whether the data tell how many entries come out."""
     if func._schema.name == "aten::index":  # as large as its numbers are many, unless a mask picks
         return any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None)
     large = func._schema.name in _AS_LARGE_AS_DATA and len(args) < 3  # the other `where` is as large as its arguments
-    return large or not _BY_DATA.isdisjoint(func.tags)
+    return large or _tells(func)
+
+
+@cache
+def _tells(func: Any) -> bool:
+    return not _BY_DATA.isdisjoint(func.tags)
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -331,13 +352,17 @@ def mapped(function: Callable[[Tensor], Any], told: Any) -> Any:
     return told if kind in _PLAIN else tree_map_only(Tensor, function, told)
 
 
-def flat(told: Any) -> Iterator[Any]:
-    """The leaves of an operation's arguments: `tree_iter` does the same, and takes as long as a small operation."""
-    if isinstance(told, list | tuple | dict):
-        for part in told.values() if isinstance(told, dict) else told:
-            yield from flat(part)
-    else:
-        yield told
+def flat(told: Any) -> list[Any]:
+    """The leaves of an operation's arguments: `tree_leaves` does the same, and takes as long as a small operation."""
+    if not isinstance(told, _NESTS):
+        return [told]
+    out: list[Any] = []
+    for part in told.values() if isinstance(told, dict) else told:
+        if isinstance(part, _NESTS):
+            out += flat(part)
+        else:
+            out.append(part)
+    return out
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -345,7 +370,12 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def _shape(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, device="meta")
+    return _nothing(tensor.shape)
+
+
+@lru_cache(1024)
+def _nothing(shape: torch.Size) -> Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -326,7 +326,7 @@ class _Bench:
 
     def follows(self, plan: Plan, axes: Sequence[int]) -> str | None:
         """Whether all units that are left are where they are looked for. A trace tells, and it is dear."""
-        if not any(self.graph.placed[self.span(k)].any() for k in axes):
+        if plan.units.all() or not any(self.graph.placed[self.span(k)].any() for k in axes):
             return None
         small = lean(self.original)
         plan.apply(small)
@@ -386,6 +386,9 @@ class _Bench:
 
     def survives(self, plan: Plan, scenes: Sequence[Scene]) -> tuple[str | None, list[Scene]]:
         """How it went wrong to remove units, if it did; and the scenes without them."""
+        left = self.without([]) if scenes[0].done is None else scenes[0].done.units
+        if not (plan.closed or plan.blocks) and np.array_equal(plan.units, left):  # any number of units, and none went
+            return None, list(scenes)
         made = []
         progress(f"trying out a removal of {(~plan.units).sum()} units")
         for scene in scenes:

@@ -141,13 +141,16 @@ class Calls(TorchFunctionMode):
             _refuse_no_heads(args[0] if args else (kwargs or {}).get("query"))
         if self.muted:
             return func(*args, **(kwargs or {}))
+        out = func(*args, **kwargs) if kwargs else func(*args)
         name = str(getattr(func, "__name__", func))
-        sized = name in SIZED or name in ("__getitem__", "__setitem__")
-        told = {k: v for k, v in kwargs.items() if (name, k) not in _OF_SIZES} if kwargs else {}
-        numbers = [] if sized else [t for t in flat((args, told)) if isinstance(t, (int, float, str))]
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) or name != "__get__":  # who looks at a shape does nothing yet
-            self.made.append((name, numbers, out.ndim if isinstance(out, Tensor) else 0))
+        made = isinstance(out, Tensor)
+        if name == "__get__" and not made:  # who looks at a shape does nothing yet
+            return out
+        numbers: list[Any] = []
+        if name not in SIZED and name not in ("__getitem__", "__setitem__"):
+            told = {k: v for k, v in kwargs.items() if (name, k) not in _OF_SIZES} if kwargs else ()
+            numbers = [t for t in flat((args, told)) if isinstance(t, (int, float, str))]
+        self.made.append((name, numbers, out.ndim if made else 0))
         return out
 
     def departure(self, other: Calls, renamed: Mapping[Any, float]) -> str | None:

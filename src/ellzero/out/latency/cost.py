@@ -102,7 +102,7 @@ class Latency:
         path = None if store is None else Path(store) / f"{network_hash(gated)}-{where.key()}.json"
         if path is not None and path.exists():
             return cls(_read(path), clock)
-        table = measured(gated, home, batch, reference.dtype if dtype is None else dtype, clock)
+        table = measured(gated, where, home, clock)
         if path is not None:
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,10 +165,10 @@ class Latency:
         where = self.table.where
         if self._clock is None or where.kind not in ("cpu", _accelerator()):
             return None
-        device, dtype = _indexed(torch.device(where.kind)), getattr(torch, where.dtype)
-        if where.differences(Where.here(device, where.batch, dtype)):
+        device = _indexed(torch.device(where.kind))
+        if where.differences(Where.here(device, where.batch, where.numbers)):
             return None
-        return timed(gated, device, where.batch, dtype, self._clock)
+        return timed(gated, where, device, self._clock)
 
     def setting(self, gated: Gated) -> tuple[Inputs, torch.device, torch.dtype]:
         """What it was measured with: the example input in its batch, the device and the type.
@@ -179,8 +179,7 @@ class Latency:
         where = self.table.where
         if where.kind not in ("cpu", _accelerator()):
             raise ValueError(f"`latency` was measured on {where.device}, and there is no {where.kind} device here")
-        dtype: torch.dtype = getattr(torch, where.dtype)
-        return resized(gated.example_inputs, where.batch), torch.device(where.kind), dtype
+        return resized(gated.example_inputs, where.batch), torch.device(where.kind), where.numbers
 
     def __repr__(self) -> str:
         t, w = self.table, self.table.where
@@ -213,25 +212,16 @@ class Latency:
 
 @dataclass(frozen=True, eq=False)
 class _Lines:
-    """The curves of all regions as tensors, chords or as measured.
+    """The curves of all regions as tensors, chords or as measured."""
 
-    Args:
-        curves: one for each width.
-        sums: by width, the rows of the census that it is made of.
-        constants, shares, rests: of each region.
-        index: by region its widths; the number after the last for none.
-        region: of each width.
-        sets: by region the blocks that it lies in; the number after the last for none.
-    """
-
-    curves: Curves
-    sums: Tensor
-    constants: Tensor
+    curves: Curves  # one for each width
+    sums: Tensor  # by width, the rows of the census that it is made of
+    constants: Tensor  # of each region, and so the next two
     shares: Tensor
     rests: Tensor
-    index: Tensor
-    region: Tensor
-    sets: Tensor
+    index: Tensor  # by region its widths; the number after the last for none
+    region: Tensor  # of each width
+    sets: Tensor  # by region the blocks that it lies in; the number after the last for none
 
     @classmethod
     def of(cls, table: Table, rows: int, blocks: int, like: Tensor, *, chord: bool) -> _Lines:

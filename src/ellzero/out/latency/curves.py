@@ -55,17 +55,11 @@ def chords(knots: Knots) -> Knots:
 
 @dataclass(frozen=True, eq=False)
 class Curves:
-    """Many lines through points, each evaluated at a place of its own.
+    """Many lines through points, each evaluated at a place of its own."""
 
-    Args:
-        x: by curve, its widths, padded with ∞.
-        y: its times, padded with anything.
-        last: the number of its last point.
-    """
-
-    x: Tensor
-    y: Tensor
-    last: Tensor
+    x: Tensor  # by curve, its widths, padded with ∞
+    y: Tensor  # its times, padded with anything
+    last: Tensor  # the number of its last point
 
     @classmethod
     def of(cls, knots: Sequence[Knots], device: torch.device, dtype: torch.dtype) -> Curves:

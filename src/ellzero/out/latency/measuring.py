@@ -24,7 +24,7 @@ from ellzero.gated.module import Gated
 from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.plan import Plan
 from ellzero.graph.tracing import Inputs, batch_size, progress, telling
-from ellzero.out.compaction import fitted, refuse_unfit
+from ellzero.out.compaction import fitted
 from ellzero.out.latency.curves import constant
 from ellzero.out.latency.regions import TOGETHER, Clock, Meter
 from ellzero.out.latency.table import Region, Table, Where, Width, network_hash
@@ -100,29 +100,23 @@ def _edge(a: int, b: int) -> int:
 
 
 class Survey:
-    """Measures one network.
-
-    Args:
-        gated: the network; nothing of it changes.
-        device: where the network is timed.
-        batch: on how many examples; as many as the example has if `None`.
-        dtype: in numbers of which type.
-        clock: gives the time in seconds.
+    """Measures one network, of which nothing changes: on a device of the kind that `where` says, in its batch and
+    numbers. `clock` gives the time in seconds.
     """
 
-    def __init__(self, gated: Gated, device: torch.device, batch: int | None, dtype: torch.dtype, clock: Clock) -> None:
+    def __init__(self, gated: Gated, where: Where, device: torch.device, clock: Clock) -> None:
         self.gated = gated if gated.taken is None else gated.expanded()
         self.census = count_widths(self.gated.graph, self.gated.liveness)
         self.sizes = [gate.shape.numel() for _, gate in gated.named_gates()]
         self.blocks = {p.block: n for n, p in enumerate(gated.placements) if p.block is not None}  # and their gates
         reference = next(p for p in self.gated.model.parameters() if p.is_floating_point())
         self.model = self.gated.model
-        if (reference.device, reference.dtype) != (device, dtype):
-            self.model = duplicate(self.model).to(device, dtype)
-        inputs = fitted(resized(self.gated.example_inputs, batch), device, dtype)
-        self.where = Where.here(device, batch_size(inputs), dtype)
+        if (reference.device, reference.dtype) != (device, where.numbers):
+            self.model = duplicate(self.model).to(device, where.numbers)
+        inputs = fitted(resized(self.gated.example_inputs, where.batch), device, where.numbers)
+        self.where = where
         self.meter = Meter(lean(self.model).eval(), inputs, device, clock)
-        self.full, self.networks = self._rows(self._plan({})), 0
+        self.full, self.networks = self.census.kept_widths(self._plan({})), 0
         self.samples: list[_Sample] = []
 
     # ---- networks --------------------------------------------------------------------------------------------------
@@ -139,9 +133,6 @@ class Survey:
         with self.gated.assuming(self._opens(widths)):
             return self.gated.plan(refuse=False)
 
-    def _rows(self, plan: Plan) -> Vector:
-        return self.census.kept_widths(plan)
-
     def _small(self, plan: Plan) -> nn.Module:
         small = lean(self.model).eval()
         plan.apply(small)
@@ -157,7 +148,7 @@ class Survey:
             self.networks += len(plans)
             self.samples.append(_Sample(self.full, dense))
             seen = zip(plans, found, strict=True)
-            out += [_Sample(self._rows(plan), shares, frozenset(plan.blocks)) for plan, shares in seen]
+            out += [_Sample(self.census.kept_widths(plan), s, frozenset(plan.blocks)) for plan, s in seen]
         self.samples += out
         return out
 
@@ -172,9 +163,10 @@ class Survey:
         """For each row of the census the placements that change it."""
         moved: list[set[int]] = [set() for _ in self.full]
         for number, size in enumerate(self.sizes):
-            rows = self.full if number in self.blocks.values() else self._rows(self._plan({number: size // 2}))
-            for row in np.flatnonzero(rows != self.full).tolist():
-                moved[row].add(number)
+            if number not in self.blocks.values():
+                rows = self.census.kept_widths(self._plan({number: size // 2}))
+                for row in np.flatnonzero(rows != self.full).tolist():
+                    moved[row].add(number)
         return moved
 
     def _regions(self, moved: Sequence[set[int]]) -> dict[str, list[tuple[set[int], set[int]]]]:
@@ -344,27 +336,26 @@ def _forked(device: torch.device) -> Iterable[int]:
     return [] if device.type != "cuda" else [torch.cuda.current_device() if device.index is None else device.index]
 
 
-def resized(inputs: Inputs, batch: int | None) -> Inputs:
+def resized(inputs: Inputs, batch: int) -> Inputs:
     """A copy of the example with another number of examples: cut, or repeated."""
     size = batch_size(inputs)
 
     def fit(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != size or batch is None:
-            return leaf.clone() if isinstance(leaf, Tensor) else leaf
-        return leaf[torch.arange(batch, device=leaf.device) % size]
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size:
+            return leaf[torch.arange(batch, device=leaf.device) % size]
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     out: Inputs = tree_map(fit, inputs)
     return out
 
 
-def measured(gated: Gated, device: torch.device, batch: int | None, dtype: torch.dtype, clock: Clock) -> Table:
+def measured(gated: Gated, where: Where, device: torch.device, clock: Clock) -> Table:
     """Measures a network's table."""
-    refuse_unfit(gated)
     with telling(), torch.random.fork_rng(_forked(device)):
-        return Survey(gated, device, batch, dtype, clock).table()
+        return Survey(gated, where, device, clock).table()
 
 
-def timed(gated: Gated, device: torch.device, batch: int, dtype: torch.dtype, clock: Clock) -> float:
+def timed(gated: Gated, where: Where, device: torch.device, clock: Clock) -> float:
     """Measures a network as its gates are open now, as a share of the dense one's time."""
     with torch.random.fork_rng(_forked(device)):
-        return Survey(gated, device, batch, dtype, clock).now()
+        return Survey(gated, where, device, clock).now()

@@ -27,11 +27,7 @@ TOGETHER = 4  # networks that are timed in turns, beside the dense one
 class Meter:
     """Times networks in turns with the dense one, in shares of the time that it takes beside them.
 
-    Args:
-        dense: the whole network, in evaluation; nobody else's, as it gets hooks for a while.
-        inputs: what it is called with.
-        device: where it computes.
-        clock: gives the time in seconds.
+    The dense one is in evaluation, and nobody else's, as it gets hooks for a while. `clock` gives the time in seconds.
     """
 
     def __init__(self, dense: nn.Module, inputs: Inputs, device: torch.device, clock: Clock) -> None:

@@ -19,38 +19,23 @@ FORMAT = {"format": "ellzero.latency", "format_version": 1}
 
 @dataclass(frozen=True)
 class Width:
-    """A width that a region's time depends on, and the region's time along it, where all other widths are dense.
+    """A width that a region's time depends on, and the region's time along it, where all other widths are dense."""
 
-    Args:
-        rows: of the census of widths: the width is their sum.
-        widths: from the smallest to the dense one.
-        shares: the region's time at each, as shares of the dense network's.
-    """
-
-    rows: tuple[int, ...]
-    widths: tuple[float, ...]
-    shares: tuple[float, ...]
+    rows: tuple[int, ...]  # of the census of widths: the width is their sum
+    widths: tuple[float, ...]  # from the smallest to the dense one
+    shares: tuple[float, ...]  # the region's time at each, as shares of the dense network's
 
 
 @dataclass(frozen=True)
 class Region:
-    """A layer and what follows it up to the next.
+    """A layer and what follows it up to the next."""
 
-    Args:
-        name: of the layer.
-        share: of the dense network's time.
-        constant: that of `curves`.
-        along: the widths that its time depends on.
-        blocks: numbers of the gated blocks that it lies in.
-        rest: what it takes once one of them is gone, as the sum does that the block was a part of.
-    """
-
-    name: str
-    share: float
-    constant: float
-    along: tuple[Width, ...]
-    blocks: tuple[int, ...] = ()
-    rest: float = 0.0
+    name: str  # of the layer
+    share: float  # of the dense network's time
+    constant: float  # that of `curves`
+    along: tuple[Width, ...]  # the widths that its time depends on
+    blocks: tuple[int, ...] = ()  # numbers of the gated blocks that it lies in
+    rest: float = 0.0  # what it takes once one of them is gone, as the sum does that the block was a part of
 
 
 @dataclass(frozen=True)
@@ -83,6 +68,12 @@ class Where:
         size = batch_size(gated.example_inputs) if batch is None else batch
         return cls.here(device or reference.device, size, dtype or reference.dtype)
 
+    @property
+    def numbers(self) -> torch.dtype:
+        """The type of its numbers, as torch has it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
     def key(self) -> str:
         """For the name of a file."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:8]
@@ -96,27 +87,16 @@ class Where:
 
 @dataclass(frozen=True)
 class Table:
-    """All that a `Latency` knows.
+    """All that a `Latency` knows."""
 
-    Args:
-        network: hash of the network, its gates included.
-        model: class of the network.
-        where: device, batch and so on.
-        seconds: of the dense network.
-        factor: by which the effects of all regions are multiplied, so that they meet the whole network's time.
-        regions: those whose time depends on gates.
-        checks: at some joint widths, the time as predicted and as measured, as shares of the dense network's.
-        networks: how many networks were timed.
-    """
-
-    network: str
-    model: str
+    network: str  # hash of the network, its gates included
+    model: str  # class of the network
     where: Where
-    seconds: float
-    factor: float
-    regions: tuple[Region, ...]
-    checks: tuple[tuple[float, float], ...]
-    networks: int
+    seconds: float  # of the dense network
+    factor: float  # by which the effects of all regions are multiplied, so that they meet the whole network's time
+    regions: tuple[Region, ...]  # those whose time depends on gates
+    checks: tuple[tuple[float, float], ...]  # at some joint widths, the time predicted and measured, of the dense one's
+    networks: int  # how many networks were timed
 
     def json(self) -> str:
         """All of it as a JSON object."""

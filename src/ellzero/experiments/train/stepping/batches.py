@@ -13,16 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ellzero.experiments.data import (
-    Dataset,
-    Samples,
-    Tensors,
-    augment,
-    autoaugment,
-    distort,
-    epoch_generator,
-    shuffled,
-)
+from ellzero.experiments.data import Dataset, Samples, Tensors, augment, autoaugment, distort, epoch_generator, shuffled
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import processes as parallel
 

@@ -51,10 +51,8 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.network, self.parts = network, tuple(parts)
-        self.task, self.autocast = (
-            task,
-            autocast,
-        )  # the network in bfloat16 where that is safe, in training; not loss and costs
+        # With autocast the network is in bfloat16 where that is safe, in training; not loss and costs.
+        self.task, self.autocast = task, autocast
         self.has_gates = isinstance(network, Gated)
         self.dense = [1.0 if c in ABSOLUTE else costs.dense(costs.only(c, only), self.gated) for c, only in parts]
         self.whole = [costs.dense(c, self.gated) for c in WATCHED] if self.has_gates else []
