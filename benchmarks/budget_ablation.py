@@ -389,7 +389,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     dataset = held_out(load("mnist", o.data, o.device), HELD_OUT)
     images = (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)
-    pixels = [dataset.inputs(t, standard=True).flatten(1) if t.ndim > 1 else t for t in images]
+    pixels = [dataset.scaled(t, "standard").flatten(1) if t.ndim > 1 else t for t in images]
     o.out.mkdir(parents=True, exist_ok=True)
     file, found, records, longest = o.out / f"{o.net}.json", {}, [], 0.0
     if file.exists():

@@ -208,16 +208,10 @@ def _frontier() -> Iterable[Recipe]:
     """
     what = {"name": "frontier-mlp", "network": "lenet300", "data": "mnist", "placement": "per_layer"}
     target = {"cost": "params", "at_most": 0.0363, "on": "kept", "target_warmup": 0.9, "finalize": True}
-    steps = {
-        "drop_rates": {"*": 0.05},
-        "gate_lr": "auto",
-        "lr": 2e-3,
-        "batch": 100,
-        "epochs": 40,
-        "finetune_epochs": 300,
-    }
+    gates = {"drop_rates": {"*": 0.05}, "gate_lr": "auto"}
+    steps = {"lr": 2e-3, "batch": 100, "epochs": 40, "finetune_epochs": 300}
     images = {"distort": 1.0, "teacher": "lenet5", "temperature": 2.0}
-    mlp = Recipe.from_dict({**what, **target, **steps, **images})
+    mlp = Recipe.from_dict({**what, **target, **gates, **steps, **images})
     yield mlp
     lenet = mlp.override(
         name="frontier-lenet5-macs", network="lenet5", cost="macs", at_most=0.048, distort=0.7, epochs=25

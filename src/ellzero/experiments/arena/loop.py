@@ -49,7 +49,7 @@ class Loop:
     @property
     def example(self) -> Tensor:
         """Two images, as a network takes them."""
-        return self.dataset.inputs(self.dataset.train_x[:2], standard=True)
+        return self.dataset.scaled(self.dataset.train_x[:2], "standard")
 
     def optimizer(self, groups: Any) -> torch.optim.Optimizer:
         """What every method trains weights with."""
@@ -121,14 +121,14 @@ class Loop:
             data.augment(images, generator, out=self._augmented)
             images = self._augmented
         for batch in order:
-            x = self.dataset.inputs(images[batch], standard=True)
+            x = self.dataset.scaled(images[batch], "standard")
             yield x.contiguous(memory_format=torch.channels_last) if self.half else x, labels[batch]
 
     def sample(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The first batches of the training images, as they are: to look at a network with, not to train it."""
         images, labels = self.dataset.train_x[: count * BATCH], self.dataset.train_y[: count * BATCH]
         for x, y in zip(images.split(BATCH), labels.split(BATCH), strict=True):
-            yield self.dataset.inputs(x, standard=True), y
+            yield self.dataset.scaled(x, "standard"), y
 
     @property
     def _on_gpu(self) -> bool:
@@ -144,5 +144,5 @@ class Loop:
         network.eval()
         wrong = torch.zeros((), device=self.dataset.device)
         for x, y in self.dataset.tests(1000):
-            wrong += (network(self.dataset.inputs(x, standard=True)).argmax(1) != y).sum()
+            wrong += (network(self.dataset.scaled(x, "standard")).argmax(1) != y).sum()
         return 100 * float(wrong) / len(self.dataset.test_y)

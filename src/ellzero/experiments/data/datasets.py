@@ -1,6 +1,6 @@
 """What a data set is to those who train with it: tensors in memory, or samples that the user's code makes one by one.
 
-`Tensors` and `Samples` give batches as they are; `inputs` makes of them what a network takes. Nothing here knows where
+`Tensors` and `Samples` give batches as they are; `scaled` makes of them what a network takes. Nothing here knows where
 data come from.
 """
 
@@ -71,16 +71,12 @@ class Dataset(ABC):
 
     def example(self, count: int = 2) -> Tensor:
         """Inputs to trace a network with, on the CPU."""
-        return self.inputs(self.first(count)[0], standard=False)
-
-    def inputs(self, x: Tensor, *, standard: bool) -> Tensor:
-        """As a network takes them: bytes as numbers in [0, 1], those of images with mean 0 and deviation 1 if
-        `standard`; everything else as it is.
-        """
-        return self.scaled(x, "standard" if standard else "unit")
+        return self.scaled(self.first(count)[0], "unit")
 
     def scaled(self, x: Tensor, scaling: str) -> Tensor:
-        """The same by the word of a recipe: "unit", "standard", or "signed" for images in [−1, 1]."""
+        """As a network takes them, by the word of a recipe: bytes as numbers in [0, 1], those of images with "signed"
+        in [−1, 1], with "standard" of mean 0 and deviation 1; everything else as it is.
+        """
         if x.dtype is not torch.uint8:
             return x
         if x.ndim != 4:

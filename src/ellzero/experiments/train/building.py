@@ -106,10 +106,8 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
         (networks.initialize_2017 if recipe.init == "2017" else networks.initialize_2018)(model)
     elif recipe.init == "2021":
         # Gates of `per_layer` have the name of the layer whose weights make up for them; others belong to no one layer.
-        names = (
-            [name for name, _ in gated.named_gates()] if gated and recipe.placement in ("per_layer", "blocks") else []
-        )
-        networks.initialize_2021(model, {name: recipe.drop_rate(name) for name in names})
+        named = gated.named_gates() if gated and recipe.placement in ("per_layer", "blocks") else ()
+        networks.initialize_2021(model, {name: recipe.drop_rate(name) for name, _ in named})
     return (gated or model).to(device)
 
 
@@ -150,10 +148,8 @@ def _from_rate(recipe: Recipe, drop_rate: float) -> GateMaker:
     """What makes gates that start from this rate, of the families that have one."""
     rule = gates.Median() if recipe.rule == "median" else gates.Noiseless()
     learns = {"score": gates.ScoreFunction(), "ar": gates.AR(), "arm": gates.ARM()}
-    binary: dict[str, Any] = {
-        "drop_rate": drop_rate,
-        "estimator": learns.get(recipe.estimator, gates.StraightThrough()),
-    }
+    estimator = learns.get(recipe.estimator, gates.StraightThrough())
+    binary: dict[str, Any] = {"drop_rate": drop_rate, "estimator": estimator}
     binary |= {} if recipe.threshold is None else {"threshold": recipe.threshold}
     families: dict[str, GateMaker] = {
         "hard_concrete": partial(gates.HardConcreteGate, drop_rate=drop_rate, rule=rule),

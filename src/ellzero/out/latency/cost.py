@@ -21,7 +21,7 @@ from ellzero.gated.counting import Census, Vector, count_widths
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan
-from ellzero.graph.tracing import Inputs
+from ellzero.graph.tracing import Inputs, batch_size
 from ellzero.objectives.checking import check_count
 from ellzero.objectives.costs import kept_terms, matching
 from ellzero.out.compaction import refuse_unfit
@@ -95,10 +95,10 @@ class Latency:
         refuse_unfit(gated)
         if any(len(p.shape) > 1 for p in gated.placements):
             raise ValueError("`gated` must have gates on units: no time depends on single weights, which stay as zeros")
-        batch = None if batch is None else check_count("batch", batch)
+        batch = batch_size(gated.example_inputs) if batch is None else check_count("batch", batch)
         reference = next(p for p in gated.model.parameters() if p.is_floating_point())
         home = reference.device if device is None else _indexed(torch.device(device))
-        where = Where.of(gated, home, batch, dtype)
+        where = Where.here(home, batch, reference.dtype if dtype is None else dtype)
         path = None if store is None else Path(store) / f"{network_hash(gated)}-{where.key()}.json"
         if path is not None and path.exists():
             return cls(_read(path), clock)

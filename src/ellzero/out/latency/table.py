@@ -56,17 +56,10 @@ class Where:
         return cls(device.type, device_name(device), batch, name, threads, torch.__version__)
 
     @classmethod
-    def of(
-        cls,
-        gated: Gated,
-        device: torch.device | None = None,
-        batch: int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Where:
-        """Where a network computes now, on a batch like its example's, but for what is named."""
+    def of(cls, gated: Gated) -> Where:
+        """Where a network computes now, on a batch like its example's."""
         reference = next(p for p in gated.model.parameters() if p.is_floating_point())
-        size = batch_size(gated.example_inputs) if batch is None else batch
-        return cls.here(device or reference.device, size, dtype or reference.dtype)
+        return cls.here(reference.device, batch_size(gated.example_inputs), reference.dtype)
 
     @property
     def numbers(self) -> torch.dtype:
