@@ -357,15 +357,13 @@ def squares(axes: Axes, rows: Sequence[Sequence[float]], colour: str, start: flo
     axes.barh(y, 0.86, 0.86, left, color=filled, edgecolor="#C3C9D0", linewidth=0.6)
 
 
-def bars(
-    axes: Axes, rows: Sequence[tuple[int, int]], colour: str, at: float = 0.0, height: float = 0.66, size: float = 6.0
-) -> None:
+def bars(axes: Axes, rows: Sequence[tuple[int, int]], colour: str, at: float = 0.0, height: float = 0.66) -> None:
     """Draws dense and kept units, a row each, as bars on top of each other with the second number beside them."""
     y = [k + at for k in range(len(rows))]
     axes.barh(y, [dense for dense, _ in rows], height, color="#D5DAE0")
     axes.barh(y, [kept for _, kept in rows], height, color=colour)
     for place, (dense, kept) in zip(y, rows, strict=True):
-        axes.text(dense, place, f" {kept:,}" if kept else " gone" if dense else "", va="center", fontsize=size)
+        axes.text(dense, place, f" {kept:,}" if kept else " gone" if dense else "", va="center", fontsize=6)
 
 
 def in_rows(axes: Axes, names: Sequence[str]) -> None:

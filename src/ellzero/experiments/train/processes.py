@@ -46,11 +46,11 @@ def launched() -> bool:
 
 
 @contextmanager
-def group(device: torch.device, timeout: float = 600.0) -> Iterator[torch.device]:
+def group(device: torch.device) -> Iterator[torch.device]:
     """Joins the processes that `torchrun` started, if it did: gloo on a CPU, nccl on GPUs, a GPU each.
 
-    Gives the device of this process. One that waits for the others gives up after `timeout` seconds; a ProcessError
-    says that another is gone, or that `torchrun` ends this one because of it.
+    Gives the device of this process. One that waits for the others gives up after ten minutes; a ProcessError says that
+    another is gone, or that `torchrun` ends this one because of it.
     """
     if not launched():
         yield device
@@ -59,7 +59,7 @@ def group(device: torch.device, timeout: float = 600.0) -> Iterator[torch.device
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
         try:
             yield device
         finally:
