@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from support import processes, replicated
 from support.oracles import assert_same, scattered, set_gates, settled
+from support.traced import attached
 from support.zoo import LeNet, ResNet
 
 
@@ -52,7 +53,7 @@ def adapted() -> nn.Module:
 def pair(model: nn.Module, x: Tensor, **options: Any) -> tuple[l0.Gated, l0.Gated]:
     """The same gates, in weights and on activations."""
     ours = scattered(l0.attach(model, x, apply="activations", **options))
-    theirs = l0.attach(model, x, **options)
+    theirs = l0.attach(model, x, graph=ours.graph, **options)
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
@@ -197,7 +198,7 @@ def test_a_live_network_that_shrinks_goes_the_same_way() -> None:
     for apply in ("weights", "activations"):
         torch.manual_seed(0)
         x, target = torch.randn(8, 1, 14, 14, dtype=torch.float64), torch.arange(8) % 3
-        gated = l0.attach(LeNet().double(), x, apply=apply).train()
+        gated = attached(LeNet().double(), x, apply=apply).train()
         budget = l0.Budget(gated, macs=0.5, steps=12, learning=0.5, gate_lr=0.5)
         optimizer = torch.optim.AdamW(gated.param_groups(lr=1e-2))
         budget.drive(optimizer)
@@ -292,7 +293,7 @@ def test_other_ways_to_shard_are_refused(tmp_path: Path) -> None:
             late(x)
         with pytest.raises(ValueError, match="sharded over processes: gather its state"):
             l0.compact(late)
-        tensors = l0.attach(replicated.Blocks(), x, apply="activations")
+        tensors = l0.attach(replicated.Blocks(), x, graph=late.graph, apply="activations")
         parallelize_module(tensors.model.head, mesh, ColwiseParallel())
         with pytest.raises(RuntimeError, match="gates know no tensor parallelism"):
             tensors.param_groups()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import ellzero as l0
+from support import traced
 
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 
@@ -17,7 +18,7 @@ X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 def attached(*, norm: bool = False) -> l0.Gated:
     torch.manual_seed(0)
     between: list[nn.Module] = [nn.BatchNorm1d(5)] if norm else []
-    return l0.attach(nn.Sequential(nn.Linear(6, 5), *between, nn.ReLU(), nn.Linear(5, 2)), (X,))
+    return traced.attached(nn.Sequential(nn.Linear(6, 5), *between, nn.ReLU(), nn.Linear(5, 2)), X)
 
 
 def loop(gated: l0.Gated, term: Callable[[l0.Gated], torch.Tensor], steps: int, *, forget: str = "") -> list[str]:

@@ -201,8 +201,7 @@ class Plan:
         """Puts something new in the place of every tensor that the plan names."""
         owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for path, module in modules.items():
-            for key in [*module._parameters, *module._buffers]:
-                tensor = getattr(module, key)
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     owners.setdefault(id(tensor), []).append((module, key, f"{path}.{key}".lstrip(".")))
         touched: dict[int, nn.Module] = {}

@@ -233,7 +233,7 @@ class Coarsest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        kinds = (t.dtype for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point())
+        kinds = (t.dtype for t in flat(out) if isinstance(t, Tensor) and t.is_floating_point())
         self.eps = max(self.eps, *(torch.finfo(kind).eps for kind in kinds), 0.0)
         return out
 

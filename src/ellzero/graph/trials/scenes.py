@@ -23,7 +23,7 @@ from ellzero.graph.forwards.copying import lean, whole_copy
 from ellzero.graph.plan import Mask, Plan
 from ellzero.graph.standins import SHORTCUTS
 from ellzero.graph.tracing import Inputs, places, run
-from ellzero.graph.trials.running import Calls, disturb, move, seeded, tensors_of
+from ellzero.graph.trials.running import Calls, disturb, is_large, move, seeded, tensors_of
 
 Lends = Callable[[str, Tensor], None]
 _MANY = 10_000  # numbers, whose memory matters
@@ -343,8 +343,8 @@ def closed(
     """Has zeros, in place, where gates close `blocks`, and units that are not alive. `done` was removed from the model
     already.
     """
-    members, lent = dict(model.named_parameters()), lent or Loans()
-    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    members, lent, large = dict(model.named_parameters()), lent or Loans(), is_large(model)
+    restores: list[Callable[[], Any]] = []
     closing: dict[str, list[tuple[int, Mask]]] = {}
     for tensor, sites in graph.closing.items():
         for dims, whole in sites.items():
@@ -360,9 +360,12 @@ def closed(
             (closing.keys() & members.keys()) - lent.weights.keys() - {f"{path}.weight" for path in lent.ends}
         ):
             weight = members[tensor]
+            if not large:
+                restores.append(partial(weight.copy_, weight.clone()))
             for dim, gone in closing[tensor]:
-                rows = _rows(gone, weight)
-                saved.append((weight, dim, rows, _exact(weight.index_select(dim, rows))))
+                if large:
+                    rows = _rows(gone, weight)
+                    restores.append(partial(_put_back, weight, dim, rows, _exact(weight.index_select(dim, rows))))
                 _close(weight, dim, gone)
 
     def change(name: str, weight: Tensor) -> None:
@@ -376,8 +379,12 @@ def closed(
             yield
     finally:
         with torch.no_grad():
-            for was, dim, rows, entries in reversed(saved):
-                was.index_copy_(dim, rows, entries.to(was))
+            for restore in reversed(restores):
+                restore()
+
+
+def _put_back(weight: Tensor, dim: int, rows: Tensor, entries: Tensor) -> None:
+    weight.index_copy_(dim, rows, entries.to(weight))
 
 
 def _rows(gone: Mask, weight: Tensor) -> Tensor:
