@@ -562,6 +562,9 @@ def test_an_error_of_guessing_is_said_to_be_one(home: Path) -> None:
         assert message is not None
         assert f"{guessing + above:.2f} %, is not below {guessing:.2f} %, that of always answering one class" in message
     assert _worthless(Folder.open(home), guessing - 0.1, data.load("mnist5k")) is None
+    message = _worthless(Folder.open(home), 100.0, data.load("sonnets"))  # which has an answer for each place
+    assert message is not None
+    assert "is not below" in message
 
 
 @pytest.mark.slow
@@ -676,7 +679,7 @@ def test_evaluate_is_what_the_networks_do(run: Run, home: Path, network: Gated, 
     row = next(line.split() for line in out.splitlines() if line.strip().startswith("small"))
     kept = [f"{100 * found['kept'][c]:.2f}" for c in ("l0_norm", "params", "macs")]
     assert [cell for cell in row if cell != "%"] == ["small", "0", *[f"{found['error']:.2f}"] * 2, *kept]
-    assert "After 4 epochs (finished), on 1,000 test images of mnist5k." in out
+    assert "After 4 epochs (finished), on 1,000 test examples of mnist5k." in out
 
 
 @pytest.mark.slow

@@ -114,6 +114,62 @@ def test_where_keys_and_values_serve_other_numbers_of_queries_all_go_at_once() -
     assert_same(small(draw(3, 7, 8)), masked_by_hand(model, z, {"q": {"out": each(12)}})(draw(3, 7, 8)))
 
 
+class Lone(nn.Module):
+    """One head of keys for all, which is repeated where there is a mask alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_rep, self.size = 4, 3
+        self.q, self.kv, self.out = nn.Linear(8, 12), nn.Linear(8, 6), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, (k, v) = self.q(x).unflatten(-1, (-1, self.size)).transpose(1, 2), self.kv(x).unsqueeze(1).chunk(2, -1)
+        if mask is not None:
+            k, v = (a.expand(-1, self.n_rep, -1, -1) for a in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=mask is None)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def test_a_lone_head_of_keys_serves_what_is_left_also_where_the_example_does_not_show_it() -> None:
+    model = settled(Lone())
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"q": [0, 3]})
+    small: Any = l0.compact(gated)
+    assert small.n_rep == 2
+    hand = masked_by_hand(model, z, {"q": {"out": each(3)}})
+    for mask in (None, draw(3, 1, 7, 7)):
+        assert_same(small(draw(3, 7, 8), mask), hand(draw(3, 7, 8), mask))
+
+
+class Parallel(nn.Module):
+    """Attention and a gated feed-forward layer side by side, with one weight before both and one behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.size, self.hidden = 4, 2, 6
+        self.norm, self.into, self.out = nn.LayerNorm(8), nn.Linear(8, 36), nn.Linear(14, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.heads * self.size
+        *qkv, a, b = self.into(self.norm(x)).split([inner] * 3 + [self.hidden] * 2, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, self.size)).transpose(1, 2) for part in qkv)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.out(torch.cat([y, F.silu(a) * b], -1))  # type: ignore[no-any-return]
+
+
+def test_heads_and_units_side_by_side_in_one_weight_go_by_numbers_that_are_kept() -> None:
+    model = settled(Parallel())
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"into": [1, 2], "into#2": [0, 1, 4]})
+    small: Any = l0.compact(gated)
+    assert (small.heads, small.hidden) == (2, 3)
+    hand: Any = masked_by_hand(model, {}, {})
+    hand.out.register_forward_pre_hook(
+        lambda _, args: (args[0] * torch.cat([z["into"].repeat_interleave(2), z["into#2"]]),)
+    )
+    assert_same(small(draw(3, 7, 8)), hand(draw(3, 7, 8)))
+
+
 def test_queries_that_a_number_in_the_code_cuts_are_refused() -> None:
     with pytest.raises(ValueError, match="`attn`: the model does not run with a unit of it removed"):
         l0.attach(settled(Fused(literal=True)), draw(2, 5, 8))

@@ -35,7 +35,7 @@ _Other = Literal["mnist", "mnist5k", "shakespeare", "tinyshakespeare", "sonnets"
 
 
 def reproduce(
-    name: Annotated[str | None, Positional, option("STUDY")] = None,
+    name: Annotated[str | None, Positional, option("[STUDY]")] = None,
     seeds: Annotated[int | None, option("N", "the study's, mostly 5")] = None,
     epochs: Annotated[int | None, option("N", "the paper's")] = None,
     device: Device = "auto",

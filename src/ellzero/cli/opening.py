@@ -41,7 +41,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DataDir = Annotated[str | None, option("FOLDER")]
 RunPath = Annotated[str, Positional, arg(metavar="RUN")]
 Index = Annotated[int | None, option("N")]
-RecipeName = Annotated[str | None, Positional, option("RECIPE")]
+RecipeName = Annotated[str | None, Positional, option("[RECIPE]")]
 Every = Annotated[int | None, option("N", "1")]
 Workers = Annotated[int | None, option("N", "0")]
 

@@ -73,7 +73,7 @@ def evaluate(
         table.add_row(f["recipe"], str(f["seed"]), *errors, *kept)
     show(table)
     state = "finished" if finished else "not finished"
-    say(f"After {trainer.epoch} epochs ({state}), on {dataset.sizes[1]:,} test images of {dataset.name}.")
+    say(f"After {trainer.epoch} epochs ({state}), on {dataset.sizes[1]:,} test examples of {dataset.name}.")
     say(f"{name}: with the test-time gates; compact: of the compact network, and what it has kept of the dense one.")
 
 
@@ -182,7 +182,7 @@ def _compare(network: nn.Module, reader: Check, example: Tensor, path: Path) -> 
 
 
 def report(
-    runs: Annotated[tuple[str, ...], Positional, option("RUN")] = (),
+    runs: Annotated[tuple[str, ...], Positional, option("[RUN ...]")] = (),
     open: bool = False,
     serve: bool = False,
     json: bool = False,

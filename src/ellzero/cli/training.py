@@ -37,7 +37,7 @@ from ellzero.out.tables import new_table
 
 
 def recipes(
-    name: Annotated[str | None, Positional, option("NAME")] = None, json: bool = False, toml: bool = False
+    name: Annotated[str | None, Positional, option("[NAME]")] = None, json: bool = False, toml: bool = False
 ) -> None:
     """List the named recipes, or print one in full.
 
@@ -280,7 +280,8 @@ def _worthless(folder: Folder, error: float, dataset: Dataset) -> str | None:
     """Why the network is of no use, if it is not: numbers that stay finite say nothing else of a broken training."""
     if not folder.recipes[0].in_percent or not isinstance(dataset, Tensors):
         return None
-    guessing = 100 * (1 - int(dataset.test_y.bincount().max()) / len(dataset.test_y))
+    answers = dataset.test_y.flatten()  # of a text, one for each place
+    guessing = 100 * (1 - int(answers.bincount().max()) / len(answers))
     losses = [h["loss"] for h in folder.history() if h["loss"] is not None]
     alike = math.log(len(dataset.classes))
     if error >= guessing:

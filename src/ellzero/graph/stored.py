@@ -26,6 +26,7 @@ Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
 _SETTINGS = re.compile(r"(Config|Args|Settings|Namespace)$")
 _SHARES = re.compile(r"group|rep")
+_SHARES_OF_ONE = re.compile(r"(kv|key_value)_(heads_)?groups$|^n_?rep$")  # which a lone head of keys serves: all
 _MADE_OF_SIZES = ("zeros", "ones")  # of sizes alone
 _TAKES_SIZES = ("view", "reshape", "expand", "new_zeros", "new_ones", *_MADE_OF_SIZES)
 _GROUPS = -1  # in the place of a dimension: a number of groups
@@ -108,7 +109,8 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
         right = [s for s in several if all(d in along[s.module, shape] for shape, d in told[s.attribute])]
         # A number that is never told as a size means nothing beside one that is; alone, it goes by its name.
         by_name = [s for s in right if _COUNTS.search(s.attribute)]
-        out += [s for s in right if told[s.attribute]] or by_name
+        of_one = [s for s in right if _SHARES_OF_ONE.search(s.attribute) and not told[s.attribute]]
+        out += ([s for s in right if told[s.attribute]] or by_name) + of_one
     for s in [s for s in out if _is_bare(model.get_submodule(s.module))]:
         channels: Any = model.get_submodule(s.module).num_channels
         out.append(Stored(s.module, "num_channels", np.repeat(s.units, channels // len(s.units))))

@@ -176,6 +176,8 @@ def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:
     fused = unit[root[np.concatenate([np.zeros(0, int), *(s.queries.ravel() for s in served)])]]
     cuts = ((u, places) for u, places in ((unit[root[a]], p) for a, p in ties.cuts) if not np.isin(u, fused).any())
     parts = (u.reshape(-1, gcd(len(u), *places)) for u, places in cuts if not _in_shares(u, places))
+    # A part that is one unit could never go: then cuts follow numbers that are kept too, or are refused.
+    parts = (rows for rows in parts if rows.shape[1] == 1 or not (rows == rows[:, :1]).all(1).any())
     balances = {(b.shape, b.tobytes()): b for b in (*(unit[root[atoms]] for atoms in ties.balances), *parts)}
     return Graph(
         axes=tuple(_numbered_apart(axes)),

@@ -95,7 +95,7 @@ def training_charts(run: Run) -> list[Chart]:
     how = "with the test-time gates (kept)" if run.gated else "of the dense network"
     noise = ", with the gates' noise; the penalty or the multipliers' terms are not in it" if run.gated else ""
     own, unit, span = f"test {run.recipe.error}", " %", "tozero"
-    what, label = "Share of the test images that the network gets wrong, in percent", f"{own} (%)"
+    what, label = "Share of its answers to the test data that are wrong, in percent", f"{own} (%)"
     if not run.recipe.in_percent:
         named = run.recipe.metric or run.recipe.loss
         what, label, unit, span = f"{'Loss' if named == 'loss' else f'`{named}`'} of the test set", own, "", "normal"
