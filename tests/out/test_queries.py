@@ -168,6 +168,7 @@ def test_heads_and_units_side_by_side_in_one_weight_go_by_numbers_that_are_kept(
         lambda _, args: (args[0] * torch.cat([z["into"].repeat_interleave(2), z["into#2"]]),)
     )
     assert_same(small(draw(3, 7, 8)), hand(draw(3, 7, 8)))
+    assert_counted(gated, small, (draw(2, 5, 8),))
 
 
 def test_queries_that_a_number_in_the_code_cuts_are_refused() -> None:

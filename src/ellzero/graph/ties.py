@@ -175,9 +175,8 @@ def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:
     # Where queries and the keys that they share lie in one weight, a cut follows numbers that are kept, or is refused.
     fused = unit[root[np.concatenate([np.zeros(0, int), *(s.queries.ravel() for s in served)])]]
     cuts = ((u, places) for u, places in ((unit[root[a]], p) for a, p in ties.cuts) if not np.isin(u, fused).any())
-    parts = (u.reshape(-1, gcd(len(u), *places)) for u, places in cuts if not _in_shares(u, places))
-    # A part that is one unit could never go: then cuts follow numbers that are kept too, or are refused.
-    parts = (rows for rows in parts if rows.shape[1] == 1 or not (rows == rows[:, :1]).all(1).any())
+    uneven = ((u, places) for u, places in cuts if not (_in_shares(u, places) or _side_by_side(u, places)))
+    parts = (u.reshape(-1, gcd(len(u), *places)) for u, places in uneven)
     balances = {(b.shape, b.tobytes()): b for b in (*(unit[root[atoms]] for atoms in ties.balances), *parts)}
     return Graph(
         axes=tuple(_numbered_apart(axes)),
@@ -239,6 +238,16 @@ def _in_shares(units: Numbers, places: Sequence[int]) -> bool:
     return bool(len(whole)) and all(
         (np.bincount(part, minlength=len(whole)) * len(units) == whole * len(part)).all() for part in parts
     )
+
+
+def _side_by_side(units: Numbers, places: Sequence[int]) -> bool:
+    """Whether cuts lie between axes, as heads and units in one weight, and no unit could go if as many stayed in each
+    part: then cuts follow numbers that are kept too, or are refused.
+    """
+    rows = units.reshape(-1, gcd(len(units), *places))
+    parts = [set(part.tolist()) for part in np.split(units, [p for p in places if 0 < p < len(units)])]
+    apart = all(a == b or a.isdisjoint(b) for a in parts for b in parts)
+    return apart and rows.shape[1] > 1 and bool((rows == rows[:, :1]).all(1).any())
 
 
 class _Finder:
