@@ -283,7 +283,8 @@ def test_wild_networks_are_exact_or_refused() -> None:
     The last ones were wrong or failed once.
     """
     outcomes = dict(
-        judged(seed) for seed in (1001, 1005, 1017, 1020, 1037, 1051, 5027, 5082, 5099, 5108, 2008465, 2009326, 3003214)
+        judged(seed)
+        for seed in (1001, 1017, 1020, 1037, 1051, 5027, 5082, 5099, 5108, 880047, 2008465, 2009326, 3003214)
     )
     assert outcomes.keys() <= {"exact", "refused", "nothing left"}, outcomes
 
