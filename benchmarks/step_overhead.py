@@ -205,7 +205,8 @@ def peak_bytes(make: Callable[[], Step]) -> int:
     for _ in range(3):
         step()
     gc.collect()
-    resident = sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
+    tensors = (t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
+    resident = sum(t.untyped_storage().nbytes() for t in tensors if not t.is_meta)  # those take none
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     now = peak = 0
