@@ -141,6 +141,30 @@ def test_a_lone_head_of_keys_serves_what_is_left_also_where_the_example_does_not
         assert_same(small(draw(3, 7, 8), mask), hand(draw(3, 7, 8), mask))
 
 
+class Twice(nn.Module):
+    """Two layers with a lone head of keys each, on one stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Lone(), Lone()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x, (8,)))
+        return x
+
+
+def test_one_query_of_a_lone_head_of_keys_may_be_left_in_each_layer() -> None:
+    model = settled(Twice())
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    for closed in ([0, 1, 3], [1, 2, 3]), ([2], [0, 1, 2]), ([0, 2], [1, 3]):
+        z = set_gates(gated, {f"layers.{k}.q": queries for k, queries in enumerate(closed)})
+        small: Any = l0.compact(gated)
+        assert [layer.q.out_features for layer in small.layers] == [3 * (4 - len(queries)) for queries in closed]
+        hand = masked_by_hand(model, z, {f"layers.{k}.q": {f"layers.{k}.out": each(3)} for k in range(2)})
+        assert_same(small(draw(3, 7, 8)), hand(draw(3, 7, 8)))
+
+
 class Parallel(nn.Module):
     """Attention and a gated feed-forward layer side by side, with one weight before both and one behind."""
 

@@ -53,7 +53,10 @@ def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs, renamed: 
 
 
 def _units(graph: Graph, plan: Plan, ties: Ties) -> Numbers | None:
-    """For each atom of the small network its unit in the whole one, or -1. None where it ties units that are two."""
+    """For each atom of the small network its unit in the whole one, or -1: in two rows, which are one but where a lone
+    unit is left of an axis. That may lie on units which cannot go, as a head on the entries of its values. None where
+    other units are tied that are two.
+    """
     known = np.full(ties.count, -1)
     for name, dim in ties.first:
         if (dim,) in graph.units.get(name, {}):
@@ -62,14 +65,21 @@ def _units(graph: Graph, plan: Plan, ties: Ties) -> Numbers | None:
     for (name, dims, _), atoms in ties.tables.items():
         known[atoms] = plan.slice(name, torch.as_tensor(graph.units[name][dims])).numpy()
     root = classes(ties.count, ties.pairs)
-    unit = np.full(ties.count, -1)
-    np.maximum.at(unit, root, known)
-    unit, right = unit[root], (known < 0) | (known == unit[root])
+    last, first = np.full(ties.count, -1), np.full(ties.count, len(plan.units))
+    np.maximum.at(last, root, known)
+    np.minimum.at(first, root[known >= 0], known[known >= 0])
+    first, last = np.minimum(first, last)[root], last[root]
+    sizes = [a.size for a in graph.axes]
+    lone = np.repeat(np.add.reduceat(plan.units, graph.offsets[:-1], dtype=int) == 1, sizes) & plan.units
+    stays = np.repeat([a.frozen is not None for a in graph.axes], sizes)
+    right = (known < 0) | (known == first) | (known == last)
+    right &= (first == last) | (lone[first] & stays[last]) | (stays[first] & lone[last])
     head = np.append(np.arange(len(plan.units)), -1)  # of each query; another unit is its own
     for served in graph.served:
         head[served.queries] = served.heads[:, None]
-    meet = ((unit[s.heads][:, None], head[unit[s.queries]]) for s in ties.served)
-    return unit if right.all() and all(((a == b) | (a < 0) | (b < 0)).all() for a, b in meet) else None
+    meet = ((last[s.heads][:, None], head[last[s.queries]]) for s in ties.served)
+    fit = all(((a == b) | (a < 0) | (b < 0)).all() for a, b in meet)
+    return np.stack([first, last]) if right.all() and fit else None
 
 
 def _share(served: Served, kept: Mask) -> int:
@@ -97,10 +107,15 @@ def _same(whole: Layout | None, left: Layout | None, kept: Mask, units: Numbers,
         if prod(sizes[d] for d in dims) != len(stays):
             return False
         # With a single unit left, a reshape may see no units in a dimension where it saw some.
-        if dims in there and not np.array_equal(units[there[dims]].ravel(), stays):
+        if dims in there and not _are(units[:, there[dims].ravel()], stays):
             return False
     repeats = set(shares.values()) if op == "expand" else set()
     return all(shape[d] == sizes[d] or (shape[d], sizes[d]) in repeats for d in plain)
+
+
+def _are(units: Numbers, these: Numbers) -> bool:
+    """Whether units, of which one of two rows counts, are these."""
+    return units.shape[1] == len(these) and bool((units == these).any(0).all())
 
 
 def _once_each(units: Numbers, times: int) -> bool:
