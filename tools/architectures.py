@@ -102,6 +102,8 @@ ARCHITECTURES = {
     "OLMo 2": small("decoder", "Olmo2ForCausalLM", FEW_KEYS),
     "StableLM": small("decoder", "StableLmForCausalLM", FEW_KEYS),
     "Cohere": small("decoder", "CohereForCausalLM", FEW_KEYS),
+    "GPTBigCode": small("decoder", "GPTBigCodeForCausalLM", SHORT, multi_query=True),
+    "Gemma, one head of keys": small("decoder", "GemmaForCausalLM", FEW_KEYS | {"num_key_value_heads": 1}),
     "StarCoder 2": small("decoder", "Starcoder2ForCausalLM", FEW_KEYS),
     "SmolLM 3": small("decoder", "SmolLM3ForCausalLM", FEW_KEYS),
     "Mixtral": small("decoder", "MixtralForCausalLM", ROUTED, num_local_experts=4),
