@@ -80,6 +80,7 @@ ROWS_VIT = (
 def chosen_by() -> Iterator[Row]:
     """Half and 30 % of the MACs in 60 epochs, tested on images held out of the training set: to choose settings by."""
     early, later = {"settle_at": 6}, {"settle_at": 12}
+    after = {"weights_first": 0.1, "settle_at": 12}
     for percent, name, changed in (
         (50, "settled after 2/5", {"settle_at": 24}),
         (50, "settled after 1/10", early),
@@ -90,7 +91,9 @@ def chosen_by() -> Iterator[Row]:
         (50, "settled after 1/10, half the decay", {**early, "l2": 0.015}),
         (50, "settled after 1/10, averaged", {**early, "ema": 0.999}),
         (50, "settled after 1/5, slowly", {**later, "target_warmup": 0.9}),
+        (50, "after 1/10 without gates, settled after 1/5", after),
         (30, "settled after 1/10", early),
+        (30, "after 1/10 without gates, settled after 1/5", after),
         (30, "settled after 1/10, averaged", {**early, "ema": 0.999}),
         (30, "settled after 1/5, slowly", {**later, "target_warmup": 0.9}),
     ):

@@ -104,7 +104,7 @@ def _rivals() -> Iterable[Recipe]:
     yield bayes.override(name="bc-gnj-mlp", most_noise=first, threshold=by_eye)
     yield bayes.override(name="bc-gnj-lenet5", network="lenet5", most_noise=conv)
     horseshoe = bayes.override(gate="bc_ghs")
-    yield horseshoe.override(name="bc-ghs-mlp", most_noise=first, threshold={"fc1": 1.5, "*": 2.0})
+    yield horseshoe.override(name="bc-ghs-mlp", most_noise=first)
     yield horseshoe.override(name="bc-ghs-lenet5", network="lenet5", most_noise=conv)
 
     sgd = {"optimizer": "sgd", "momentum": 0.9, "milestones": (120, 160), "decay": 0.1}

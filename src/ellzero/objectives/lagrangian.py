@@ -66,6 +66,7 @@ class Lagrangian:
         dual: how the multipliers move.
         warmup: how the targets come down to `goal`; at once if None.
         rising: which prices rise from zero, (parts,), after how many steps they begin to, and in how many they do.
+        begins: after how many steps targets begin to come down.
 
     Attributes:
         multiplier: λ, (runs, constraints).
@@ -80,15 +81,17 @@ class Lagrangian:
         dual: AbstractDual,
         warmup: AbstractWarmup | None = None,
         rising: tuple[Tensor, float, float] | None = None,
+        begins: int = 0,
     ) -> None:
         self.rising = rising if rising is not None and sum(rising[1:]) > 0 else None
         self.prices, self.member, self.goal, self.dual, self.warmup = prices, member, goal, dual, warmup
+        self.begins = begins
         self.multiplier = torch.zeros_like(goal)
         self.memory = {name: torch.zeros_like(goal) for name in dual.memory}
 
     def gaps(self, cost: Tensor, clock: Tensor) -> Tensor:
         """By how much every constraint is violated by these cost vectors: (runs, parts) to (runs, constraints)."""
-        return gaps(cost, targets(self.goal, self.warmup, clock), self.member)
+        return gaps(cost, self.targets_at(clock), self.member)
 
     def __call__(self, cost: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
         """What is added to the loss of every run, and the gaps."""
@@ -104,10 +107,13 @@ class Lagrangian:
         share = (clock - after + (0 if steps else 1)).div(steps or 1).clamp(0, 1)
         return torch.where(which, self.prices * share, self.prices)
 
+    def targets_at(self, clock: Tensor) -> Tensor:
+        """The targets in force after `clock` steps."""
+        return targets(self.goal, self.warmup, (clock - self.begins).clamp(min=0) if self.begins else clock)
+
     def ascend(self, violation: Tensor, clock: Tensor, first: bool) -> None:
         """Moves the multipliers along the gaps that were seen."""
-        target = targets(self.goal, self.warmup, clock)
-        ascend(self.dual, self.multiplier, self.memory, violation, target, first=first)
+        ascend(self.dual, self.multiplier, self.memory, violation, self.targets_at(clock), first=first)
 
     def duals(self) -> list[Tensor]:
         """All that `ascend` moves."""

@@ -17,7 +17,6 @@ from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import building
 from ellzero.experiments.train.building import dual_optimizer, parts, targets
 from ellzero.experiments.train.stepping.stack import l2_of_weights
-from ellzero.objectives import lagrangian as core
 from ellzero.objectives.duals import SelfPacedAscent
 from ellzero.objectives.lagrangian import Lagrangian
 
@@ -45,7 +44,7 @@ def terms(l: Lagrangian, cost: Tensor, clock: float = 0.0) -> Tensor:  # noqa: E
 
 
 def now(l: Lagrangian, clock: float = 0.0) -> Tensor:  # noqa: E741
-    return core.targets(l.goal, l.warmup, torch.tensor(clock))
+    return l.targets_at(torch.tensor(clock))
 
 
 def test_parts_are_gates_then_modules_then_the_norm_and_each_once() -> None:
@@ -126,6 +125,9 @@ def test_the_target_comes_down_from_one_on_a_line_or_by_equal_factors() -> None:
         l = lagrangian(r.override(dual=dual), steps=100)  # noqa: E741
         for clock, expected in way.items():
             torch.testing.assert_close(now(l, float(clock)), torch.tensor([expected]))
+    later = lagrangian(r.override(dual="auto", epochs=5, weights_first=0.4), steps=100)  # begins after 40, ends at 70
+    torch.testing.assert_close(now(later, 20.0), torch.ones(1, 2))
+    torch.testing.assert_close(now(later, 55.0), torch.tensor([[0.2**0.5, 0.6**0.5]]))
     at_once = lagrangian(recipe(at_most=0.2))
     assert now(at_once).item() == pytest.approx(0.2)
 

@@ -39,12 +39,17 @@ def by_hand(
     gated.load_state_dict(trainer.runs.template.network.state_dict())
     optimizer = torch.optim.Adam(gated.param_groups(lr=r.lr, gate_lr=r.gate_lr))
     for epoch in range(r.epochs):
+        alone = epoch < r.dense_epochs
+        gated.fix(alone)
+        gated.gates.requires_grad_(not alone)
         order, noise = trainer.supply.epoch(epoch)
         for index, draws in zip(order, noise[:, 0].double(), strict=True):
             x, y = (t[0] for t in trainer.supply.batch(index))
             rest = iter(draws)
 
-            def lagrangian(x: Tensor = x, y: Tensor = y, rest: Any = rest) -> Tensor:
+            def lagrangian(x: Tensor = x, y: Tensor = y, rest: Any = rest, alone: bool = alone) -> Tensor:
+                if alone:
+                    return F.cross_entropy(gated(x), y)
                 loss: Tensor = F.cross_entropy(gated(x, gate_noise=next(rest)), y)
                 return loss + sum(term(gated) for term in (constraint, penalty) if term is not None)
 
@@ -54,7 +59,7 @@ def by_hand(
             optimizer.zero_grad()
             lagrangian().backward()
             optimizer.step()
-            if constraint is not None:
+            if constraint is not None and not alone:
                 constraint.ascend()
     return gated
 
@@ -86,6 +91,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "auto": (
         {"dual": "auto", "target_warmup": 0.5},
         {"dual": l0.duals.SelfPacedAscent(STEPS, 0.125), "warmup": l0.duals.GeometricWarmup(0.5 * STEPS)},
+    ),
+    "auto, after an epoch in which weights train alone": (
+        {"dual": "auto", "target_warmup": 0.5, "weights_first": 0.25},
+        {"dual": l0.duals.SelfPacedAscent(3 * STEPS // 4, 0.125), "warmup": l0.duals.GeometricWarmup(0.375 * STEPS)},
+    ),
+    "nupi, after an epoch in which weights train alone": (
+        {"dual": "nupi", "dual_lr": 0.5, "kp": 1.0, "target_warmup": 0.5, "weights_first": 0.25},
+        {"dual": l0.duals.NuPI(kp=1.0, ki=0.5), "warmup": l0.duals.LinearWarmup(0.375 * STEPS)},
     ),
     "ascent, on a line": (
         {"dual": "ascent", "dual_lr": 0.5, "target_warmup": 0.25},

@@ -67,8 +67,8 @@ def test_draws_have_the_mean_that_is_used_at_test_time(state: tuple[float, ...])
     m, v = (state[0] + state[1]) / 2, (math.exp(state[2]) + math.exp(state[3])) / 4
     assert z.mean().item() == pytest.approx(math.exp(m + v / 2), rel=2e-3)
     assert z.median().item() == pytest.approx(math.exp(m), rel=1e-4)
-    assert bool(gate.open()) == (v - m < 2)
-    assert gate.value().item() == pytest.approx(math.exp(m + v / 2) if v - m < 2 else 0.0)
+    assert bool(gate.open()) == (v - m < 1)
+    assert gate.value().item() == pytest.approx(math.exp(m + v / 2) if v - m < 1 else 0.0)
 
 
 def test_it_starts_where_a_small_scale_costs_little() -> None:

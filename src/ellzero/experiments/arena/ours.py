@@ -17,15 +17,19 @@ from ellzero.gated.placements import per_layer
 from ellzero.out.budget import LEARNING, Budget
 
 
-def budget(bout: Bout, *, learning: float = LEARNING, **options: Any) -> nn.Module:
-    """All epochs with a budget, as the README has it; `learning` is the budget's, `options` are of `attach`."""
-    loop = bout.loop
-    gated = attach(bout.dense(), (loop.example,), **options)
-    held = Budget(gated, macs=bout.at_most, steps=loop.epochs * loop.steps, learning=learning)
+def budget(bout: Bout, *, first: float = 0.0, learning: float = LEARNING, **options: Any) -> nn.Module:
+    """All epochs with a budget, as the README has it; `learning` is the budget's, `options` are of `attach`. The share
+    `first` of them trains the dense network, with a schedule of its own.
+    """
+    loop, network = bout.loop, bout.dense()
+    if alone := round(first * loop.epochs):
+        loop.train(network, alone)
+    gated, left = attach(network, (loop.example,), **options), loop.epochs - alone
+    held = Budget(gated, macs=bout.at_most, steps=left * loop.steps, learning=learning)
     optimizer = loop.optimizer(gated.param_groups(lr=RATE, weight_decay=DECAY))
     held.drive(optimizer)
     # Settled, a budget without `ema` only counts its steps: nothing is lost when they are replayed.
-    loop.train(gated, loop.epochs, optimizer, still=lambda: held.phase != "learning")
+    loop.train(gated, left, optimizer, still=lambda: held.phase != "learning")
     return held.finish()
 
 
@@ -41,7 +45,8 @@ FAMILIES: dict[str, Method] = {
     "vib": partial(budget, gate=gates.VIBGate),
     "gnj": partial(budget, gate=gates.GNJGate),
 }
-# What is changed: the rate that gates keep at the start (0.95 by default), the share of the steps in which they learn.
+# What is changed: the rate that gates keep at the start (0.95 by default), the share of the steps in which they learn,
+# the share of the epochs before, in which the network trains without them.
 CHANGED: dict[str, Method] = {
     "budget-keep-50": partial(budget, gate=_starting(0.5)),
     "budget-keep-90": partial(budget, gate=_starting(0.9)),
@@ -49,6 +54,8 @@ CHANGED: dict[str, Method] = {
     "budget-learning-10": partial(budget, learning=0.1),
     "budget-learning-20": partial(budget, learning=0.2),
     "budget-learning-40": partial(budget, learning=0.4),
+    "budget-first-10": partial(budget, first=0.1),
+    "budget-first-20-learning-20": partial(budget, first=0.2, learning=0.2),
     "budget-keep-90-learning-20": partial(budget, gate=_starting(0.9), learning=0.2),
 }
 # Gates on the inputs of linear layers too, pixels among them: not for residual streams, which several layers write.

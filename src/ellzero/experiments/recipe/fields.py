@@ -314,7 +314,7 @@ class Fields:
             lambda r: r.weights_first == 0 or r.dense_epochs < r.gate_epochs,
             "must leave epochs for the gates before they settle, got {weights_first} of {epochs} epochs",
         ),
-        Needs(lambda r: not r.shrink_at and r.at_most is None, "with `at_most` or `shrink_at`", strict=True),
+        Needs(lambda r: not r.shrink_at, "with `shrink_at`", strict=True),
     ] = 0.0
     ema: Annotated[
         Inside | None,

@@ -255,8 +255,12 @@ def warmup(recipe: Recipe, steps: int) -> duals.AbstractWarmup | None:
 
 def rise(recipe: Recipe, steps: int) -> tuple[float, float]:
     """In a run of so many steps, those without a penalty at first, and those in which it rises."""
-    first = recipe.dense_epochs / recipe.gate_epochs
-    return max(recipe.penalty_after, first) * steps, recipe.penalty_warmup * steps
+    return max(recipe.penalty_after * steps, steps_alone(recipe, steps)), recipe.penalty_warmup * steps
+
+
+def steps_alone(recipe: Recipe, steps: int) -> int:
+    """Of so many steps until gates settle, or to the end, the first ones, in which weights train alone."""
+    return round(steps * recipe.dense_epochs / recipe.gate_epochs)
 
 
 def lagrangian(
@@ -265,7 +269,7 @@ def lagrangian(
     dense: Sequence[float],  # cost of each part
     *,
     images: int,  # N of λ = c/N
-    steps: int,  # of a run with gates that learn
+    steps: int,  # of a run until its gates settle, or to its end
     device: torch.device,
     known: Mapping[str, costs.Cost] = COSTS,
 ) -> Lagrangian:
@@ -296,7 +300,9 @@ def lagrangian(
                 member[run, g, parts.index((known[recipe.cost], None if pattern == "*" else pattern))] = 1
     prices, member, goal = (t.to(device, torch.float32) for t in (prices, member, goal))
     rising = torch.tensor([cost not in NORMS for cost, _ in parts], device=device), *rise(recipes[0], steps)
-    return Lagrangian(prices, member, goal, dual_optimizer(recipes[0], steps), warmup(recipes[0], steps), rising)
+    first = steps_alone(recipes[0], steps)
+    dual, fall = dual_optimizer(recipes[0], steps - first), warmup(recipes[0], steps - first)
+    return Lagrangian(prices, member, goal, dual, fall, rising, begins=first)
 
 
 def _refuse_unmatched(argument: str, patterns: Iterable[str], names: Sequence[str]) -> None:

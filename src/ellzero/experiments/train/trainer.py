@@ -70,10 +70,11 @@ class Trainer:
         if recipe.channels_last:
             self.runs.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         dense, steps = self.runs.template.dense, recipe.gate_epochs * self.policy.steps_per_epoch
+        self.alone = building.steps_alone(recipe, steps)
         self.lagrangian = building.lagrangian(
             self.recipes, parts, dense, images=images, steps=steps, device=self.device, known=self.costs
         )
-        self.optimizer = make_optimizer(recipe, self.runs, self.device, building.gate_rate(recipe, steps))
+        self.optimizer = make_optimizer(recipe, self.runs, self.device, building.gate_rate(recipe, steps - self.alone))
         self.average = Average(self.runs.values(), recipe.ema, self.policy.average_begins)
         self.step = Step(recipe, self.runs, self.lagrangian, self.optimizer, self.average, self.device)
         self.epoch = self.position = 0  # epochs that are done, and steps in the present one
@@ -127,7 +128,7 @@ class Trainer:
             self.take = Captured(self._take)
 
     def _take(self, index: Tensor, noise: Tensor) -> Tensor:
-        return self.step(*self.supply.batch(index), noise, first=self.steps_done == 0)
+        return self.step(*self.supply.batch(index), noise, first=self.steps_done == self.alone)
 
     def fix(self, fixed: bool = True) -> None:
         """From here on the gates are fixed, and only the weights move; or the gates learn again."""
