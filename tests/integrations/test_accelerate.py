@@ -32,11 +32,16 @@ def start() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
 
 @pytest.fixture
 def accelerate() -> Iterator[Any]:
-    """Imported when it is used; it remembers precision and device for the whole process."""
+    """Imported when it is used; it remembers precision, device and accumulation for the whole process."""
     accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+    def forget() -> None:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+
+    forget()
     yield accelerate
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    forget()
 
 
 @pytest.mark.slow
