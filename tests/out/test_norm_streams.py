@@ -292,6 +292,19 @@ def test_weight_and_eps_follow_what_is_taken_out_of_a_live_model() -> None:
     assert_same(whole(words(3, 7)), gated(words(3, 7)))
 
 
+def test_an_average_that_begins_when_units_go_begins_at_zero() -> None:
+    """It has taken in nothing yet, so that there is nothing to divide by."""
+    gated = attached(PreNorm(kind="gemma"))
+    average = {name: torch.zeros_like(p) for name, p in gated.named_parameters()}
+    set_gates(gated, {"embed": [1]})
+    plan = propose(gated, ~gated.opens().numpy())
+    carry_out(gated, gated, plan, torch.optim.Adam(gated.param_groups(lr=0.0)), average, correction=0.0)
+    assert {name: tuple(value.shape) for name, value in average.items()} == {
+        name: tuple(p.shape) for name, p in gated.named_parameters()
+    }
+    assert all(value.eq(0).all() for value in average.values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "bare", "llama", "layer"])
 def test_files_hold_the_eps(kind: str, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def _sliced(step: Plan, name: str, tensor: Tensor, key: str, correction: float) 
         return out
     if key:
         return out / norm.scale ** (2 if "sq" in key else 1)
-    return norm.scaled(out / correction) * correction
+    return norm.scaled(out / correction) * correction if correction else out  # an average that begins now is zero
 
 
 def _gone(gated: Gated) -> dict[str, Tensor]:
