@@ -84,6 +84,7 @@ def chosen_by() -> Iterator[Row]:
     for percent, name, changed in (
         (50, "settled after 2/5", {"settle_at": 24}),
         (50, "settled after 1/10", early),
+        (50, "settled after 1/20", {"settle_at": 3}),
         (50, "settled after 1/5, blocks", {**later, "placement": "everything"}),
         (50, "settled after 1/10, blocks", {**early, "placement": "everything"}),
         (50, "settled after 1/10, half the dropout", {**early, "dropout": 0.05}),
@@ -93,6 +94,7 @@ def chosen_by() -> Iterator[Row]:
         (50, "settled after 1/5, slowly", {**later, "target_warmup": 0.9}),
         (50, "after 1/10 without gates, settled after 1/5", after),
         (30, "settled after 1/10", early),
+        (30, "settled after 1/20", {"settle_at": 3}),
         (30, "after 1/10 without gates, settled after 1/5", after),
         (30, "settled after 1/10, averaged", {**early, "ema": 0.999}),
         (30, "settled after 1/5, slowly", {**later, "target_warmup": 0.9}),
