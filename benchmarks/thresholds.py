@@ -2,6 +2,7 @@
 
     ellzero reproduce louizos2018-rivals --only 'bc-ghs-*' --device cuda --out runs/rivals
     python benchmarks/thresholds.py runs/rivals --at 0 0.5 1 1.5 2 --device cuda --json FILE
+    python benchmarks/thresholds.py results/louizos2018-rivals/bc-ghs-mlp.json --at 1      # units alone, from a record
 
 Bayesian compression decides after training which units stay, by a threshold that its authors set by eye. Nothing in
 training depends on it: so one training tells of them all. Every layer has the same one here.
@@ -10,8 +11,10 @@ training depends on it: so one training tells of them all. Every layer has the s
 from __future__ import annotations
 
 import argparse
+import json
+import math
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from provenance import write
@@ -40,6 +43,13 @@ def looked_at(folder: Folder, dataset: data.Dataset, threshold: float) -> list[d
     ]
 
 
+def counted(record: Path, threshold: float) -> str:
+    """How many units of each place a threshold would leave in the median, by what a record of half-Cauchy gates has."""
+    found = [seed["evidence"].values() for seed in json.loads(record.read_text())["seeds"]]
+    left = [[sum(number > math.exp(-threshold) for number in place) for place in seed] for seed in found]
+    return "-".join(f"{median(place):g}" for place in zip(*left, strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, help="where `ellzero reproduce` left them")
@@ -47,6 +57,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     o = parser.parse_args()
+    if o.runs.is_file():
+        for threshold in o.at:
+            print(f"{o.runs.stem}  {threshold:g}  {counted(o.runs, threshold)}")
+        return
     rows = []
     for file in sorted(o.runs.glob("**/run.json")):
         folder = Folder.open(file.parent)
