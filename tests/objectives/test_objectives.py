@@ -674,7 +674,9 @@ def test_set_target_refuses_other_groups(wrong: object) -> None:
 def test_a_target_below_the_floor_is_refused_with_the_floor_and_its_layers() -> None:
     toy = Toy(least=0.3, a=[1.0, 1.0])
     constraint = Constraint(total, 0.25)
-    message = r"must be at least 0.3, .*`total` \(expected\) that the gates can reach, because of stem, head; got 0.25"
+    message = (
+        r"must be at least 0.3, .*`total` \(expected\) that the gates can reach, because of `stem`, `head`; got 0.25"
+    )
     with pytest.raises(ValueError, match=message):
         constraint(toy)
     constraint.set_target(0.3)  # nothing is bound yet: the next call judges
@@ -949,7 +951,7 @@ def test_violation_of_a_network_is_the_fraction_of_its_weights_above_the_target(
 def test_floor_of_a_network_is_what_no_gate_counts() -> None:
     _, gated = mlp()
     all_params = 6 * 10 + 10 + 10 * 8 + 8 + 8 * 3 + 3
-    message = f"must be at least {3 / all_params:.4g}, .*because of 4; got"  # the biases of the output layer
+    message = f"must be at least {3 / all_params:.4g}, .*because of `4`; got"  # the biases of the output layer
     with pytest.raises(ValueError, match=message):
         Constraint(costs.params, 2.5 / all_params)(gated)
     Constraint(costs.params, 3.5 / all_params)(gated)
@@ -1039,3 +1041,21 @@ def test_exponentiated_ascent_follows_the_logarithm_of_the_cost_over_the_target(
 def test_exponentiated_ascent_takes_positive_numbers(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be a positive number"):
         l0.duals.ExponentiatedAscent(**{"rate": 0.1, name: 0.0})
+
+
+def test_a_target_that_cannot_be_reached_names_few_layers_and_none_without_a_name() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+            self.scale = nn.Parameter(torch.ones(8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return nn.functional.linear(x, nn.functional.normalize(self.scale, dim=0))
+
+    gated = l0.attach(Own(), torch.zeros(2, 4))
+    message = r"that the gates can reach, because of what the model multiplies by itself, `layers.0`, `layers.\d` and 2"
+    with pytest.raises(ValueError, match=message + r" more; got 0.001$"):
+        l0.Constraint(l0.macs, at_most=0.001, on="kept", dual=l0.duals.GradientAscent(lr=0.1)).bind(gated)

@@ -143,3 +143,45 @@ def test_warnings_point_to_the_loop_and_come_once() -> None:
         warnings.simplefilter("always")
         budget.finish()
     assert [(w.filename, str(w.message)[:21]) for w in said] == [(__file__, "batch-norm statistics")]
+
+
+def test_a_loop_without_drive_hears_of_it_in_the_first_step() -> None:
+    gated, _, adam = begun()
+    dense = torch.optim.SGD(gated.model.parameters(), lr=0.1)
+    F.cross_entropy(gated.model(X), Y).backward()
+    dense.step()  # of weights alone, before gates are used: nothing is amiss
+    with pytest.warns(
+        UserWarning, match=r"^nothing moves the budget: call `budget.drive\(optimizer\)` before the loop$"
+    ):
+        train(gated, adam, 1)
+    train(gated, adam, 1)  # once
+
+
+def test_neither_a_driven_loop_nor_one_with_the_term_is_reminded() -> None:
+    for driven in (True, False):
+        gated, budget, adam = begun()
+        if driven:
+            budget.drive(adam)
+            train(gated, adam, 2)
+        else:
+            (F.cross_entropy(gated(X), Y) + budget.term()).backward()
+            adam.step()
+            budget.step(adam)
+        assert budget.done == (2 if driven else 1)
+
+
+def test_states_in_another_order_are_refused_with_the_right_one() -> None:
+    gated, budget, adam = begun(steps=8)
+    budget.drive(adam)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of haste
+        train(gated, adam, 6)
+    saved, states = gated.state_dict(), budget.state_dict()
+    fresh, other, early = begun(steps=8)
+    with pytest.raises(ValueError, match=r"has shape .*, here it is .*; .*load the budget's state first$"):
+        fresh.load_state_dict(saved)
+    other.load_state_dict(states)
+    with pytest.raises(ValueError, match=r"got one without model.*; the network got smaller since: make it now, or"):
+        other.drive(early)
+    fresh.load_state_dict(saved)
+    other.drive(torch.optim.Adam(fresh.parameters(), lr=1e-2))

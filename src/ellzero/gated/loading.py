@@ -42,9 +42,10 @@ def refuse_other_shapes(own: Mapping[str, Any], new: Mapping[str, Any], prefix: 
         if not isinstance(here, Tensor) or tensor is None:
             continue
         if tensor.shape != here.shape:
+            hint = "; if it got smaller under a budget, load the budget's state first"
             raise ValueError(
                 f"`state_dict` is of another network: `{key}` has shape {tuple(tensor.shape)}, "
-                f"here it is {tuple(here.shape)}"
+                f"here it is {tuple(here.shape)}{hint if tensor.numel() < here.numel() else ''}"
             )
         if key.startswith("gates.") and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"`state_dict` has numbers in `{key}` that are not finite")

@@ -297,7 +297,9 @@ class Constraint(nn.Module):
         for group, (least, layers) in floors.items():
             if goal[group] < least * (1 - 1e-6):  # room for rounding, not for a target that is never met
                 where = "" if group is None else f" for {group!r}"
-                because = f", because of {', '.join(layers)}" if layers else ""
+                named = [f"`{layer}`" if layer else "what the model multiplies by itself" for layer in layers[:3]]
+                more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+                because = f", because of {', '.join(named)}{more}" if layers else ""
                 raise ValueError(
                     f"`at_most`{where} must be at least {least:.4g}, the least fraction of `{name_of(self.cost)}` "
                     f"({self._on}) that the gates can reach{because}; got {goal[group]:.4g}"

@@ -26,7 +26,7 @@ from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
 from ellzero.objectives.watching import moves
 from ellzero.out import shrinking
-from ellzero.out.bounding.driving import Driver, refuse_without
+from ellzero.out.bounding.driving import Driver, refuse_without, remind
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import MUCH, Uniform, refuse_unreachable
 from ellzero.out.latency.bounds import measured, said, tables, take_tables
@@ -360,6 +360,13 @@ def _claim(gated: Gated, budget: Budget) -> None:
     if other is not None and other() is not None:
         raise ValueError("`gated` must have one budget, got a second: name all costs in one")
     _DRIVEN[gated] = weakref.ref(budget)
+    remind(gated, partial(_waits, weakref.ref(budget)))
+
+
+def _waits(here: weakref.ref[Budget]) -> bool:
+    """Whether no step has moved a budget, nor is about to."""
+    budget = here()
+    return budget is not None and budget._driver is None and not budget._termed and not budget.done
 
 
 def _fix(gated: Gated) -> None:

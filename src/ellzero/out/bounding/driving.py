@@ -5,14 +5,20 @@ This file knows optimizers and gradients; it does not know what the term is, nor
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ellzero.gated.module import Gated
+from ellzero.gates.warning import warn
 from ellzero.objectives.following import after_step, refuse_overlap, unwrapped
+
+_WAITING: weakref.WeakKeyDictionary[Gated, Callable[[], bool]] = weakref.WeakKeyDictionary()
 
 
 @final
@@ -112,8 +118,33 @@ def refuse_without(gated: Gated, optimizer: torch.optim.Optimizer) -> dict[int, 
     missing = [name for name, p in gated.named_parameters() if p.requires_grad and id(p) not in inside]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        hint = "" if gated.taken is None else "; the network got smaller since: make it now, or drive it before that"
         raise ValueError(
             "`optimizer` must have weights and gates, as in `torch.optim.AdamW(gated.param_groups(lr=1e-3))`, "
-            f"got one without {', '.join(missing[:3])}{more}"
+            f"got one without {', '.join(missing[:3])}{more}{hint}"
         )
     return inside
+
+
+def remind(gated: Gated, waits: Callable[[], bool]) -> None:
+    """Warns once where an optimizer moves a network whose budget still waits, as `waits` says, which must not hold
+    it: else a loop without `drive` would hear of it at the end of all training.
+    """
+    _WAITING[gated] = waits
+    _listen()
+
+
+@cache
+def _listen() -> None:
+    register_optimizer_step_post_hook(_hear)
+
+
+def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for gated, waits in [] if torch.compiler.is_compiling() else list(_WAITING.items()):  # mostly none
+        if not waits():
+            del _WAITING[gated]
+        elif any(p.grad is not None for p in gated.gates.parameters()):
+            own = {id(p) for p in gated.parameters()}
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                del _WAITING[gated]
+                warn("nothing moves the budget: call `budget.drive(optimizer)` before the loop")
