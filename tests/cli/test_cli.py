@@ -272,7 +272,7 @@ def test_bad_usage_is_one_line_and_code_2(message: str, run: Run) -> None:
         (("nets:LeNet", "--input", "2,3"), "the model rejects `--input`: RuntimeError: "),
         (("nets:LeNet", "--input", "int:1,1,28,28"), "the model rejects `--input`: RuntimeError: "),
         (("nets:Tokens", "--input", "int:1,2"), "the model rejects `--input`: TypeError: "),
-        (("nets:Forks", "--input", "2,4"), "`torch.export` cannot trace the model with `--input` "),
+        (("nets:Forks", "--input", "2,4"), "the model cannot be traced with `--input`: "),
     ],
 )
 def test_a_model_that_cannot_be_traced_is_one_line_and_code_1(args: tuple[str, ...], message: str, run: Run) -> None:
@@ -336,7 +336,7 @@ def test_as_a_program(server: processes.Server, tmp_path: Path) -> None:
     assert answer[0] == "nets:make: Sequential, 23 parameters"
     assert answer[-1] == "1 of 3 axes can shrink, 3 units in all."
     # Torch says much more of it, on its own.
-    assert untraceable.startswith("ellzero: error: `torch.export` cannot trace the model with `--input` ")
+    assert untraceable.startswith("ellzero: error: the model cannot be traced with `--input`: ")
     assert wrong == "ellzero: error: `nets:number` must give an nn.Module, got int"
 
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.graph import tracing
-from ellzero.graph.forwards import recording
+from ellzero.graph.forwards import exporting, recording
 from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.forwards.recording import Unrecorded, hollow, recorded, walked
 from ellzero.graph.tracing import TraceError, as_inputs, mode, trace
@@ -99,7 +98,7 @@ def test_both_ways_find_the_same_axes(seed: int, monkeypatch: pytest.MonkeyPatch
         usual = axes()
     except TraceError:
         return
-    monkeypatch.setattr(tracing, "recorded", _refuses)
+    monkeypatch.setattr(exporting, "recorded", _refuses)
     assert axes() == usual
 
 
@@ -122,6 +121,10 @@ def written(h: Tensor) -> Tensor:
     return h if into.sum() > 0 else -h
 
 
+def turned(h: Tensor) -> Tensor:
+    return h if h.sum() > 0 else -h
+
+
 def caught(h: Tensor) -> Tensor:
     try:
         return h * h.sum().item()
@@ -136,11 +139,57 @@ class Hidden:
         self.tensor = tensor
 
 
+def test_a_refusal_names_the_line_of_the_model_and_torch_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Told(turned), nn.Linear(4, 2))
+    with pytest.raises(TraceError) as error:
+        trace(model, torch.randn(3, 4))
+    said = str(error.value)
+    assert said.startswith("the model cannot be traced with `example_inputs`: `return h if h.sum() > 0 else -h` (line ")
+    assert "of test_recording.py, in `1`) goes by what the data are" in said
+    assert len(said.splitlines()) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+class Cautious(nn.Module):
+    """Asks the data for a warning alone, and not where it is exported, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and x[:, 0].eq(0).any():
+            print("padded")
+        n = int(torch.ones(len(x)).sum())  # of sizes alone
+        made: Tensor = self.b(self.a(x).relu()) * n
+        return made
+
+
+def test_what_only_warns_is_recorded_as_it_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Cautious(), torch.randn(3, 4)
+    with pytest.raises(Unrecorded):
+        recorded(model, (x,), {})
+    monkeypatch.setattr(torch.export, "export", _refuses)  # it would do, and take long
+    assert [a.name for a in trace(model, x).axes if a.frozen is None] == ["a"]
+    assert not torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
+
+
+def test_what_types_and_sizes_tell_is_recorded() -> None:
+    def by(h: Tensor) -> Tensor:
+        layer = nn.Linear(4, 5).to(h.dtype)  # asks whether its numbers fit
+        return layer(F.one_hot(h.argmax(1), 4).to(h) + h)
+
+    graph, _ = recorded(Told(by), (torch.randn(3, 4),), {})
+    assert "aten.one_hot.default" in [str(node.target) for node in graph.nodes]
+
+
 @pytest.mark.parametrize(
     "by",
     [
         lambda h: h * h.sum().item(),
-        lambda h: h if h.sum() > 0 else -h,
+        lambda h: F.one_hot(h.argmax(1)),
+        turned,
         lambda h: h[: int(h.argmax())],
         lambda h: h[h > 0],
         lambda h: h[torch.where(h[:, 0] > 0)],

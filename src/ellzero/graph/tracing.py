@@ -25,12 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.forwards.copying import whole_copy
-from ellzero.graph.forwards.recording import Members, copied, flat, inline, mapped, no_shortcuts, recorded, walked
+from ellzero.graph.forwards.exporting import Untraced, program
+from ellzero.graph.forwards.recording import copied, flat, mapped, walked
 from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
 from ellzero.graph.ties import Ties, of_one_example, unify
-from ellzero.graph.values import Dims, Value, freeze
+from ellzero.graph.values import Dims, Value, freeze, narrow
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _BEGAN: ContextVar[float | None] = ContextVar("began", default=None)
@@ -238,10 +239,10 @@ class _Walk:
         self.modules = dict(model.named_modules())
 
     def go(self, inputs: Inputs, training: bool) -> None:
-        program = self._program(inputs, training)
-        if program is None:
+        found = self._program(inputs, training)
+        if found is None:
             return
-        graph, members = program
+        graph, members = found
         self.batch = batch_size(inputs)
         for node in graph.find_nodes(op="call_function", target=torch.ops.aten.contiguous.default):
             # The same numbers; whether there is anything to do for it depends on sizes.
@@ -262,28 +263,15 @@ class _Walk:
             values[node] = self._value(node, number, values, members, training)
             self._link(node, number, values, training)
 
-    def _program(self, inputs: Inputs, training: bool) -> tuple[torch.fx.Graph, Members] | None:
+    def _program(self, inputs: Inputs, training: bool) -> tuple[torch.fx.Graph, dict[str, str]] | None:
         """The operations of a forward; None where the model has no such one: what the first walk saw stands then."""
         with mode(self.model, training), warnings.catch_warnings(action="ignore"):
             try:
-                return recorded(self.model, *mapped(copied, inputs))
-            except Exception:  # a model that depends on data, or one that rejects the batch
-                pass
-            try:
-                with torch.set_grad_enabled(training), no_shortcuts():
-                    run(self.model, inputs)  # it must, and what it caches must not be made of fake tensors
-                    program = torch.export.export(self.model, inputs[0], inputs[1], strict=False)
-            except Exception as error:
-                if training:
+                return program(self.model, inputs, training)
+            except Untraced as error:
+                if training:  # what depends on data, or rejects the batch
                     return None
-                cause = "data-dependent control flow is a common cause; axes can be passed by hand as `axes`"
-                if "Cache'>" in str(error):
-                    cause = "it returns a cache: pass `use_cache=False` among the example's keyword arguments"
-                what = "`torch.export` cannot trace the model with `example_inputs`"
-                raise TraceError(f"{what} ({cause}): {first_line(error)}") from error
-        inline(program.graph_module)
-        signature = program.graph_signature
-        return program.graph, {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+                raise TraceError(str(error)) from error
 
     def _value(self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], training: bool) -> Any:
         if node.op == "placeholder":
@@ -335,7 +323,7 @@ class _Walk:
         made = [replace(v, zero=zero(call, args, v)) for v in (result if isinstance(result, list) else [result])]
         if number < len(self.ties.like):
             for value, (_, there) in zip(made, self.ties.like[number].made, strict=False):
-                _lay_out(value, there)
+                _lay_out(self.ties, value, there)
         return made if several else made[0]
 
     def _given(self, node: Any, members: dict[str, str]) -> Any:
@@ -402,7 +390,7 @@ def _seen(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     return seen
 
 
-def _lay_out(value: Value, there: Mapping[Dims, Any]) -> None:
+def _lay_out(ties: Ties, value: Value, there: Mapping[Dims, Any]) -> None:
     """Lays units on the dimensions that they lie on in a larger network: of one head, a reshape sees none, or takes a
     batch for it.
     """
@@ -412,6 +400,11 @@ def _lay_out(value: Value, there: Mapping[Dims, Any]) -> None:
         atoms = value.carried.pop(lone[0])
         value.carried[free[0]] = np.full([value.shape[d] for d in free[0]], atoms.flat[0])
     for dims in there:
+        # Angles along a head meet a lone one entry by entry, where they met whole heads.
+        rest = {d for other in there if other != dims for d in other}
+        for group in [g for g in value.carried if set(dims) < set(g) and rest.isdisjoint(g)]:
+            if all(value.shape[d] == 1 for d in dims):
+                narrow(ties, value, [d for d in group if d not in dims])
         for group in [g for g in value.carried if set(g) < set(dims) and max(dims) < value.ndim]:
             spread = value.carried.pop(group).reshape([value.shape[d] if d in group else 1 for d in dims])
             value.carried[dims] = np.array(np.broadcast_to(spread, [value.shape[d] for d in dims]))

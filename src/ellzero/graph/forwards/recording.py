@@ -1,19 +1,22 @@
 """A forward as the list of its operations: the model runs on the example, and what torch is told to do is written down.
 
 The list is a `torch.fx.Graph`, as `torch.export` makes it, in a small part of the time: it takes one forward. What it
-cannot vouch for, such as a number that the data tell, raises `Unrecorded`; `torch.export` then says more. No number
-that flows decides anything then, so products of what the input brings, which are nearly all of the work, are zeros
+cannot vouch for, such as a number that the data tell, raises `Unrecorded`; `torch.export` is asked then. No number
+that flows decides anything here, so products of what the input brings, which are nearly all of the work, are zeros
 (`hollow`). This file does not know what an operation means.
 """
 
 from __future__ import annotations
 
 import inspect
+import linecache
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ Members = dict[str, str]  # of each placeholder that is one: the name of a param
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 # Made of others inside torch, and so without the tag: as large as the data tell.
 _AS_LARGE_AS_DATA = ("aten::where", "aten::argwhere", "aten::nonzero_numpy", "aten::one_hot", "aten::tensor_split")
+_BY_KIND = ("aten::_has_compatible_shallow_copy_type",)  # a number that types and sizes tell, as `module.to` asks for
 _LEAVING = ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage", "untyped_storage", "_typed_storage")
 _PRODUCTS = {
     *("aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
@@ -55,7 +59,17 @@ class _Outline(NamedTuple):
 
 
 class Unrecorded(Exception):
-    """What was run is not the whole truth about the model."""
+    """What was run is not the whole truth about the model.
+
+    Args:
+        what: the operation that says so.
+        line: of the model's code that asked for it, in words, where it is known.
+        module: that it runs in.
+    """
+
+    def __init__(self, what: str, line: str = "", module: str = "") -> None:
+        super().__init__(what)
+        self.line, self.module = line, module
 
 
 def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Graph, Members]:
@@ -139,6 +153,8 @@ class _Recorder(TorchDispatchMode):
         tensors = _tensors(args, kwargs)
         if tensors is None:
             raise self.doubts(func)
+        if func._schema.name in _BY_KIND:
+            return func(*args, **kwargs)
         given = mapped(self.node, (args, kwargs))  # before it runs: it may change them in place
         told = self.told.among(tensors)
         made = self.carry_out(func, args, kwargs) if told is Origin.INPUT else func(*args, **kwargs)
@@ -176,7 +192,7 @@ class _Recorder(TorchDispatchMode):
         return node
 
     def doubts(self, what: Any) -> Unrecorded:
-        self.doubt = Unrecorded(str(what))
+        self.doubt = Unrecorded(str(what), _line_of_the_model(self.within[-1]), self.within[-1])
         return self.doubt
 
     def ended(self, out: Any) -> fx.Graph:
@@ -186,6 +202,19 @@ class _Recorder(TorchDispatchMode):
             raise self.doubt or Unrecorded("an output that hides what is in it")
         self.graph.output([self.node(leaf) for leaf in leaves if isinstance(leaf, Tensor)])
         return self.graph
+
+
+def _line_of_the_model(module: str) -> str:
+    """The line of code that is being run, of all that is neither here nor in torch."""
+    frame, ours = sys._getframe(1), (__file__, str(Path(torch.__file__).parent))
+    while frame.f_code is not _recorded.__code__ and frame.f_back is not None:
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        if not file.startswith(ours):
+            code = linecache.getline(file, number).strip()
+            within = f", in `{module}`" if module else ""
+            return (f"`{code[:120]}` (" if code else "(") + f"line {number} of {Path(file).name}{within})"
+        frame = frame.f_back
+    return ""
 
 
 class _Told:
@@ -281,6 +310,8 @@ class _Hollow(TorchDispatchMode):
         tensors = _tensors(args, kwargs)
         if tensors is None:
             raise self.doubts(func)
+        if func._schema.name in _BY_KIND:
+            return func(*args, **kwargs)
         told = self.told.among(tensors)
         made = (_sparing if told is Origin.INPUT else _whole)(func, args, kwargs)
         if not told:
@@ -326,6 +357,8 @@ def _by_data(func: Any, args: Any) -> bool:
     """Whether the data tell how many entries come out."""
     if func._schema.name == "aten::index":  # as large as its numbers are many, unless a mask picks
         return any(t.dtype in (torch.bool, torch.uint8) for t in args[1] if t is not None)
+    if func._schema.name == "aten::one_hot" and len(args) > 1 and args[1] > 0:  # it is told how many
+        return False
     large = func._schema.name in _AS_LARGE_AS_DATA and len(args) < 3  # the other `where` is as large as its arguments
     return large or _tells(func)
 
@@ -384,32 +417,3 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         return inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):  # it cannot be called so, or does not tell how
         return {f"args_{k}": value for k, value in enumerate((*args, *kwargs.values()))}
-
-
-_BLOCKS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
-
-
-def inline(module: torch.fx.GraphModule) -> None:
-    """Puts the operations of `with torch.no_grad():` and `with torch.autocast(…):` in the place of such a block."""
-    for node in list(module.graph.nodes):
-        if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _BLOCKS:
-            continue
-        place = next(k for k, a in enumerate(node.args) if isinstance(a, torch.fx.Node) and a.op == "get_attr")
-        inner: Any = module.get_submodule(node.args[place].target)
-        inline(inner)
-        if any(n.op == "get_attr" for n in inner.graph.nodes):  # it holds on to something of its own
-            continue
-        given = iter(node.args[place + 1 :])
-        copies: dict[torch.fx.Node, Any] = {}
-        with module.graph.inserting_before(node):
-            for n in inner.graph.nodes:
-                if n.op == "placeholder":
-                    copies[n] = next(given)
-                elif n.op == "output":
-                    made = torch.fx.node.map_arg(n.args[0], copies.__getitem__)
-                else:
-                    copies[n] = module.graph.node_copy(n, copies.__getitem__)
-        for user in list(node.users):  # a block returns a tuple
-            user.replace_all_uses_with(made[user.args[1]])
-            module.graph.erase_node(user)
-        module.graph.erase_node(node)
