@@ -82,6 +82,33 @@ def test_heads_take_their_slopes_along(shape: str, named: bool) -> None:
     assert small.layers[1].heads_left.numbers.tolist() == [2]
 
 
+class Own(nn.Module):
+    """Attention that makes by itself what its heads meet."""
+
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.made, self.heads = made, 4
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, self.heads, 3, 2).permute(3, 0, 2, 1, 4)
+        bias = 2.0 ** -torch.arange(1, self.heads + 1).to(x)
+        if self.made == "angles":
+            bias = torch.view_as_real(torch.ones(self.heads, dtype=torch.complex128)).sum(-1)
+        y = (q @ k.transpose(2, 3) + bias[:, None, None]).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(b, t, self.heads * 2))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("made", "hint"), [("slopes", ": what a head has of its own"), ("angles", "")])
+def test_numbers_are_advised_where_they_help_alone(made: str, hint: str) -> None:
+    model: Any = settled(nn.Sequential(Own(made)))
+    frozen = {a.name: a.frozen for a in l0.graph.trace(model, draw(2, 5, 8)).axes}["0.qkv"]
+    assert "it meets the output of" in str(frozen)
+    assert (": what a head" in str(frozen)) == bool(hint)
+    assert "l0.numbered" not in str(frozen)
+
+
 def test_without_such_heads_it_says_so() -> None:
     with pytest.raises(ValueError, match="no attention is given something for each of its heads"):
         l0.numbered(nn.Linear(8, 4), draw(2, 8).float())

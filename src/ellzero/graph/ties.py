@@ -7,6 +7,7 @@ only be removed as a whole. This file does not know what an operation, a layer o
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,7 +78,8 @@ class Ties:
         return self.spares[-1]
 
     def is_spare(self, atoms: Numbers) -> bool:
-        return any(np.isin(atoms, spare).all() for spare in self.spares)
+        k = bisect(self.spares, int(atoms.min()), key=lambda spare: spare[0]) - 1 if atoms.size else -1
+        return k >= 0 and int(atoms.max()) <= self.spares[k][-1]
 
     def tie(self, a: Numbers, b: Numbers) -> None:
         """Entry by entry, the atoms of `a` and of `b` are one."""
@@ -130,7 +132,11 @@ def classes(count: int, pairs: Sequence[tuple[Numbers, Numbers]]) -> Numbers:
             return root
 
 
-OF_EACH_HEAD = ": what a head has of its own, as a slope of ALiBi, could follow in a buffer of it, or by `l0.numbered`"
+_IN_A_BUFFER = ": what a head has of its own, as a slope of ALiBi, could follow in a buffer of it"
+OF_EACH_HEAD = _IN_A_BUFFER + ", or by `l0.numbered`"
+_MEETS = "it meets the output of "
+_COUNTS = ("`arange`", "`full`", "`linspace`", "`logspace`")  # what slopes are made of
+_ROTATES = ("`view_as_real`", "`view_as_complex`", "`polar`", "`complex`")  # has nothing for each head
 SERVING = "each unit goes when all queries have gone that it serves"
 
 
@@ -333,9 +339,17 @@ class _Finder:
         if all(s.role == "reads" for s in sites):
             name += ".input"
         stream, heads = bool(self.streams[roots].any()), bool(self.attending[roots].all())
-        if heads and why and why.startswith("it meets the output of"):
-            why += OF_EACH_HEAD
+        if heads and why and why.startswith(_MEETS):
+            why += _hint(why, name.rpartition(".")[0])
         return Axis(name, len(roots), tuple(sites), why, stream, closing=tuple(closing), heads=heads, experts=routed)
+
+
+def _hint(why: str, attention: str) -> str:
+    """What lets heads go that meet something with an entry for each: its attention computes it, or is given it."""
+    op, _, module = why.removeprefix(_MEETS).partition(" in ")
+    if not attention or f"{module.strip('`')}.".startswith(f"{attention}."):
+        return _IN_A_BUFFER if op in _COUNTS else ""
+    return "" if op in _ROTATES else OF_EACH_HEAD
 
 
 def _numbered_apart(axes: list[Axis]) -> list[Axis]:
