@@ -59,9 +59,13 @@ def test_as_many_examples_and_places_as_heads_hide_nothing() -> None:
     assert_same(small(draw(3, 7, 8)), masked_by_hand(model, z, {"qkv": {"out": each(3)}})(draw(3, 7, 8)))
 
 
-def test_written_keys_that_serve_all_heads_cannot_go() -> None:
-    with pytest.raises(ValueError, match="nothing to gate"):
-        l0.attach(settled(Attention(heads=6, groups=1, written=True)), draw(2, 5, 8))
+def test_written_keys_that_serve_all_heads_stay_and_heads_go() -> None:
+    model = settled(Attention(heads=6, groups=1, written=True))
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"q": [0, 2, 3]})
+    small: Any = l0.compact(gated)
+    assert (small.num_heads, small.num_kv_heads) == (3, 1)
+    assert_same(small(draw(3, 7, 8)), masked_by_hand(model, z, {"q": {"out": each(3)}})(draw(3, 7, 8)))
 
 
 class Lone(Attention):

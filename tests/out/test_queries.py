@@ -4,6 +4,7 @@ all its queries have gone. Against a copy masked by hand, and against what the a
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,71 @@ def test_one_query_of_a_lone_head_of_keys_may_be_left_in_each_layer() -> None:
         assert [layer.q.out_features for layer in small.layers] == [3 * (4 - len(queries)) for queries in closed]
         hand = masked_by_hand(model, z, {f"layers.{k}.q": {f"layers.{k}.out": each(3)} for k in range(2)})
         assert_same(small(draw(3, 7, 8)), hand(draw(3, 7, 8)))
+
+
+def _repeated(m: Any, k: Tensor, q: Tensor) -> Tensor:
+    """As models of Hugging Face do it: nothing is done where there is nothing to repeat."""
+    b, _, t, d = k.shape
+    return k if m.heads == 1 else k[:, :, None].expand(b, 1, m.heads, t, d).reshape(b, m.heads, t, d)
+
+
+# How a lone head of keys meets all queries, and how many of these stay at least.
+WAYS: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], int]] = {
+    "broadcast": (lambda m, k, q: k, 1),
+    "expand": (lambda m, k, q: k.expand(-1, m.heads, -1, -1), 1),
+    "expand_as": (lambda m, k, q: k.expand_as(q), 1),
+    "repeat": (lambda m, k, q: k.repeat(1, m.heads, 1, 1), 1),
+    "repeat_interleave": (lambda m, k, q: k.repeat_interleave(m.heads, 1), 1),
+    "repeat_kv": (_repeated, 2),
+}
+
+
+class Shared(nn.Module):
+    """A lone head of keys and of values, which the forward repeats by itself."""
+
+    def __init__(self, way: str, angles: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        self.way, self.angles, self.heads = way, angles, 5
+        self.q, self.k, self.v, self.out = nn.Linear(8, 20), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(20, 8)
+        self.norm = nn.RMSNorm(20) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.norm(self.q(x)).view(b, t, self.heads, 4).transpose(1, 2)
+        k, v = (layer(x).view(b, t, 1, 4).transpose(1, 2) for layer in (self.k, self.v))
+        if self.angles:
+            angles = (torch.arange(t).to(x)[:, None] * torch.arange(1, 3).to(x)).repeat(1, 2)
+            q, k = (a * angles.cos() + torch.cat([-a[..., 2:], a[..., :2]], -1) * angles.sin() for a in (q, k))
+        k, v = (WAYS[self.way][0](self, a, q) for a in (k, v))
+        y = (q @ k.transpose(2, 3)).softmax(-1) @ v if self.angles else F.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).reshape(b, t, self.heads * 4))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("angles", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_queries_of_a_lone_head_of_keys_that_the_forward_repeats(way: str, angles: bool) -> None:
+    model = settled(Shared(way, angles))
+    gated = l0.attach(model, draw(2, 6, 8)).eval()
+    for closed in ([0], [1, 3], [0, 1, 2, 4], [1, 2, 3, 4]):
+        z = set_gates(gated, {"q": closed})
+        small, hand = l0.compact(gated), masked_by_hand(model, z, {"q": {"out": each(4)}})
+        assert small.heads == max(5 - len(closed), WAYS[way][1])
+        for x in (draw(3, 7, 8), draw(1, 5, 8)):
+            assert_same(gated(x), hand(x))
+            assert_same(small(x), hand(x))
+        assert_counted(gated, small, (draw(2, 6, 8),))
+    set_gates(gated, {})
+    target = (80 + 17 * 4 * WAYS[way][1]) / 420  # of 72 for keys and values and 8 for a bias, and 17 for a query of 4
+    l0.finalize(gated, target + 1e-6)
+    assert int(gated.gates.q.value().count_nonzero()) == WAYS[way][1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_queries_under_a_norm_stay_where_the_values_of_a_closed_one_are_not_zero(way: str) -> None:
+    model = settled(Shared(way, norm=True))
+    with pytest.raises(ValueError, match=r"`q`: `\w+` gives something that is not zero where a unit is closed"):
+        l0.attach(model, draw(2, 6, 8), where=l0.shrinkable(streams=True))
 
 
 class Parallel(nn.Module):

@@ -235,7 +235,7 @@ class Graph:
         turns: what makes the forward take another way than the traced one, in words.
         stored: sizes that modules keep as numbers.
         norms: over all units of an axis.
-        least: units, as the experts of a mixture, of which so many must stay.
+        least: units, as the experts of a mixture or heads that share their keys, of which so many must stay.
         served: heads of keys and values that go when all their queries have gone. Their axis is frozen beside that.
         grouped: the same with these heads and their queries as one unit each, if there are any.
         look: finds the branches that can go as a whole, for who asks. It takes a while, and not everyone does.
@@ -313,7 +313,7 @@ class Graph:
 
     @cached_property
     def picked(self) -> dict[str, int]:
-        """By the names of axes, how many of their experts a router picks."""
+        """By the names of axes, how many of their experts a router picks, or of their heads stay."""
         axes = (self.axes[int(np.searchsorted(self.offsets, units[0], "right")) - 1] for units, _ in self.least)
         return {axis.name: k for axis, (_, k) in zip(axes, self.least, strict=True)}
 

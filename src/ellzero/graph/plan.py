@@ -76,7 +76,6 @@ class Plan:
         closed: layers (module names) that read or write nothing any more.
         sizes: by module and attribute, the size that is stored there, as it was and as it becomes.
         norms: over how many units, and what else is known of each norm whose weight and eps must follow.
-        shares: of numbers of queries that a head of keys serves, what they were.
         blocks: numbers of the blocks that are gone.
         gone: the modules that go with them, with the number that `put_nothing` takes. Of those that it cuts, `rows`
             says what is left of their outputs.
@@ -90,7 +89,6 @@ class Plan:
     closed: frozenset[str] = frozenset()
     sizes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     norms: tuple[Shrunk, ...] = ()
-    shares: dict[int, int] = field(default_factory=dict)
     blocks: frozenset[int] = frozenset()
     gone: dict[str, int] = field(default_factory=dict)
 
@@ -163,14 +161,13 @@ class Plan:
             put_nothing(model, path, number)
         pad(modules.values())
 
-    def renamed(self, whole: nn.Module, small: nn.Module, done: Plan | None = None) -> dict[Any, float]:
-        """Of each eps in `small`, on which the plan was carried out, what it is in `whole`, where `done` was; and how
-        often heads of keys are repeated.
-        """
-        there = {} if done is None else {was: now for now, was in done.shares.items()}
-        kept = [(n.module, n.attribute) for n in self.norms]
-        eps = {getattr(small.get_submodule(m), a): getattr(whole.get_submodule(m), a) for m, a in kept}
-        return eps | {("repeat_interleave", now): there.get(was, was) for now, was in self.shares.items()}
+    def renamed(self, whole: nn.Module, small: nn.Module) -> dict[Any, set[float]]:
+        """Of each eps in `small`, on which the plan was carried out, what it is in `whole`; of two streams, both."""
+        out: dict[Any, set[float]] = {}
+        for module, name in ((n.module, n.attribute) for n in self.norms):
+            now, was = (getattr(m.get_submodule(module), name) for m in (small, whole))
+            out.setdefault(now, set()).add(was)
+        return out
 
     def undo(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Puts zeros where the plan took entries out, in place: the way back from `apply` without `selects` and
@@ -293,9 +290,11 @@ def make_plan(
         if not (kept[norm.units] | (norm.units < 0)).any():  # a norm over nothing is none
             kept[norm.units[np.argmax(evidence[norm.units])]] = True
     for units, least in graph.least:  # experts that are closed and stay get no share
-        if refuse and not alive[units].any():
-            name = graph.axes[int(np.searchsorted(graph.offsets, units[0], "right")) - 1].name
-            raise ClosedAxisError(f"every expert of `{name}` is closed, and what comes in goes to none of them")
+        of = graph.axes[int(np.searchsorted(graph.offsets, units[0], "right")) - 1]
+        if refuse and of.experts and not alive[units].any():
+            raise ClosedAxisError(f"every expert of `{of.name}` is closed, and what comes in goes to none of them")
+        if not of.experts and not kept[units].any():  # all heads go
+            continue
         kept[units[np.lexsort((-evidence[units], ~kept[units]))[:least]]] = True
     if graph.balanced or graph.served:
         order = np.argsort(np.lexsort((-evidence, graph.weight, np.isneginf(evidence)))).astype(np.float64)
@@ -430,5 +429,4 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
         for n in graph.norms
     )
     changed = tuple(n for n in norms if n.was != n.now)
-    shares = {int(kept[s.queries].sum(1).max()): s.queries.shape[1] for s in graph.served}
-    return Plan(kept, rows, columns, selects, scatters, frozenset(closed), sizes, changed, shares)
+    return Plan(kept, rows, columns, selects, scatters, frozenset(closed), sizes, changed)

@@ -18,6 +18,7 @@ _WEIGHT = dict.fromkeys(("linear", "matmul", "mm", *_CONVOLUTIONS), 1) | {"embed
 _BIAS = dict.fromkeys(("linear", *_CONVOLUTIONS), 2) | {"addmm": 0}
 _TERMS = dict.fromkeys(("add", "sub", "rsub", "subtract"), 2) | dict.fromkeys(("cat", "concat", "concatenate"), 1)
 _DIVIDES = ("div", "divide", "true_divide")
+_REPEATS = ("expand", "expand_as", "broadcast_to", "repeat", "tile", "repeat_interleave")
 _MOVES = ("clone", "contiguous", "detach", "alias", "to", "_to_copy", "type_as", "view", "reshape", "flatten")
 _NAMES = """relu relu6 gelu silu tanh hardswish leaky_relu elu selu celu mish hardshrink softshrink expm1 log1p sqrt
 square abs neg sin tan asin atan sinh erf sign sgn floor ceil round trunc frac positive zeros_like dropout
@@ -53,6 +54,9 @@ def zero(call: Call, args: list[Any], made: Value) -> Zero:
         return _summed(call, args, given, made)
     if call.op in ("mul", "multiply", *_DIVIDES) and len(given) > 1:
         return _multiplied(call, given[:1] if call.op in _DIVIDES else given, made)
+    if call.op in _REPEATS and given[0].zero != "no":  # the same for each new entry, also for one that is closed
+        for group in [g for g in made.carried if not carries(given[0], g, made)]:
+            _expose(call, made.carried[group])
     keeps = call.op in KEEPS
     if call.op in ("mul", "multiply", *_DIVIDES):
         keeps = isinstance(args[0], Value)

@@ -128,9 +128,9 @@ def stack(call: Call, parts: Sequence[Value], dim: int = 0, *_: Any) -> Value:
 def expand(call: Call, x: Value, *_: Any) -> Value:
     """All entries along a new length are the same: any of them can go with what they meet, as masks do with heads."""
     out = values.elementwise(call.ties, [x], call.shape)
-    shift = out.ndim - x.ndim
-    for d, size in enumerate(call.shape if all(map(call.ties.is_spare, x.carried.values())) else ()):
-        if size > 1 and (0 < d < shift or (d >= shift and x.shape[d - shift] == 1)):  # a new first one is a batch
+    shift, first = out.ndim - x.ndim, not all(map(call.ties.is_spare, x.carried.values()))  # that of units is a batch
+    for d, size in enumerate(call.shape):
+        if size > 1 and (0 < d < shift or (d >= shift + first and x.shape[d - shift] == 1)):  # a new first one, too
             out.carried[(d,)] = call.ties.spare(size)
     return out
 
@@ -157,13 +157,28 @@ def repeat(call: Call, x: Value, times: Any, dim: Any = None, *_: Any) -> Value 
             return unknown(call, [x])
         dim = axis(dim, x.ndim)
         call.numbers = (dim,)  # and not how often, which shows in how large it becomes
-        return values.take(x, dim, np.repeat(np.arange(x.shape[dim]), times))
+        if group := x.group(dim):
+            call.ties.placed.append(x.carried[group])
+            return values.take(x, dim, np.repeat(np.arange(x.shape[dim]), times))
+        return _lone(call, replace(x, shape=call.shape), [dim] if dim and x.shape[dim] == 1 else [])
     for _new in range(len(call.shape) - x.ndim):
         x = values.insert(x, 0)
-    for d, size in enumerate(call.shape):
-        if size != x.shape[d]:
-            x = values.take(x, d, np.tile(np.arange(x.shape[d]), size // x.shape[d]))
-    return x
+    lone = [d for d, size in enumerate(call.shape) if d and x.shape[d] == 1 < size and x.group(d) is None]
+    often = [size // n for size, n in zip(call.shape, x.shape, strict=True)]
+    call.numbers = tuple(0 if d in lone else n for d, n in enumerate(often))
+    for d, n in enumerate(often):
+        if n > 1:
+            if group := x.group(d):
+                call.ties.placed.append(x.carried[group])
+            x = values.take(x, d, np.tile(np.arange(x.shape[d]), n))
+    return _lone(call, x, lone)
+
+
+def _lone(call: Call, x: Value, dims: Sequence[int]) -> Value:
+    """The same for each entry along these dimensions, as a head of keys for all: each goes with what it meets."""
+    spare: dict[values.Dims, Numbers] = {(d,): call.ties.spare(x.shape[d]) for d in dims if x.shape[d] > 1}
+    call.ties.placed.extend(spare.values())
+    return replace(x, carried={**x.carried, **spare})
 
 
 @couples("pixel_shuffle")

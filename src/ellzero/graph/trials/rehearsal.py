@@ -46,8 +46,10 @@ from ellzero.graph.trials.scenes import Loans, Scene, loans, moving, staged
 UNSEEN = "the example input does not show whether the output depends on it"
 STUCK = "groups and cuts along it let no part of its units go"
 ONE_GROUP = "the groups of its norms make one unit of it, which cannot go as a whole"
+ELSE = "the model does something else with a unit of it removed"
 NO_RUN = "the model does not run with a unit of it removed"
 BY_WIDTH = "; a forward that keeps the size of a head in `self`, and lays heads out by it alone, can lose some"
+Least = tuple[Numbers, int]  # of these units so many stay
 _LEVELS: tuple[HowMuch, ...] = ("many", "some", "most")  # of removal, one after the other
 # From the whole network; all but the last two only where a forward costs next to nothing.
 _FURTHER: tuple[HowMuch, ...] = ("one", "half", "uneven", "uneven", "uneven", "uneven")
@@ -98,7 +100,7 @@ def _proven(bench: _Bench) -> Graph:
         bench.survives_parts,
         reasons,
     )
-    for finds in (numbers_in_settings, parts_of_reshapes, widths_of_inputs):
+    for finds in (numbers_in_settings, parts_of_reshapes, widths_of_inputs, _in_twos):
         survivors = _tried_again([s for s in sets if s not in survivors], survivors, bench, reasons, finds)
     graph = bench.graph
     good = sift(survivors, [], bench.keeps_its_way, reasons)
@@ -132,16 +134,16 @@ def _tried_again(
     good: list[Together],
     bench: _Bench,
     reasons: dict[int, str],
-    finds: Callable[[nn.Module, Graph, Sequence[int]], Iterator[tuple[int, Stored | Numbers]]],
+    finds: Callable[[nn.Module, Graph, Sequence[int]], Iterator[tuple[int, Stored | Numbers | Least]]],
 ) -> list[Together]:
     """Tries heads again whose forward goes by a number that its module does not keep: in settings, or the width of its
-    input, or one in the code, of parts that it lays them out in.
+    input, or one in the code, of parts that it lays them out in; or takes another way for a lone one.
     """
-    found: dict[int, dict[str, Stored | Numbers]] = {}
-    for k, what in finds(bench.original, bench.graph, [k for s in failed for k in s if k in reasons]):
-        units, name = (
-            (what.units, f"{what.module}: {what.attribute}") if isinstance(what, Stored) else (what, str(what))
-        )
+    found: dict[int, dict[str, Stored | Numbers | Least]] = {}
+    asked = [k for s in failed for k in s if k in reasons and (finds is not _in_twos or reasons[k].startswith(ELSE))]
+    for k, what in finds(bench.original, bench.graph, asked):
+        units = what.units if isinstance(what, Stored) else what[0] if isinstance(what, tuple) else what
+        name = f"{what.module}: {what.attribute}" if isinstance(what, Stored) else str(what)
         found.setdefault(k, {})[name] = what
         bench.graph.placed[units] = True  # whether anything else goes by it, a trace tells
         bench.cells.pop(k, None)
@@ -152,8 +154,9 @@ def _tried_again(
     def following(axes: Iterable[int]) -> Graph:
         more = [what for k in axes if k in found for what in found[k].values()]
         numbers = (what for what in more if isinstance(what, Stored))
-        parts = (what for what in more if not isinstance(what, Stored))
-        return replace(before, stored=(*before.stored, *numbers), balances=(*before.balances, *parts))
+        parts, least = (what for what in more if isinstance(what, np.ndarray)), (w for w in more if type(w) is tuple)
+        stored, balances = (*before.stored, *numbers), (*before.balances, *parts)
+        return replace(before, stored=stored, balances=balances, least=(*before.least, *least))
 
     bench.graph = following(found)
     out = sifted(again, good, bench.survives_a_part, bench.survives_parts, {})
@@ -166,6 +169,13 @@ def _tried_again(
     bench.graph = following(passed)
     bench.cells = {k: cell for k, cell in bench.cells.items() if k in passed or k not in found}
     return out
+
+
+def _in_twos(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Least]]:
+    """Heads of which two must stay: for a lone one many forwards have no keys to repeat, and leave that out."""
+    for k in axes:
+        if graph.axes[k].heads and graph.axes[k].size > 2:
+            yield k, (np.arange(graph.offsets[k], graph.offsets[k + 1]), 2)
 
 
 def blocks_of(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ...]:
@@ -401,8 +411,8 @@ class _Bench:
             masked, usual = scene.masked(self.graph, plan.units, gone, blocks=plan.blocks)
             if not agree(masked, removed, self.tolerance):
                 return "the model gives another output with a unit of it removed than with the unit closed", []
-            if what := usual.departure(calls, plan.renamed(scene.model, small.model, scene.done)):
-                return f"the model does something else with a unit of it removed: {what}", []
+            if what := usual.departure(calls, plan.renamed(scene.model, small.model)):
+                return f"{ELSE}: {what}", []
             small.last = None  # outputs may be large, and nobody asks for these again
             if scene.done is not None:
                 scene.last = None

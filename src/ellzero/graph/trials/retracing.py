@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from itertools import zip_longest
 from math import prod
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +21,14 @@ from ellzero.graph.axes import Graph, Layout, Numbers, Served, Step
 from ellzero.graph.plan import Mask, Plan
 from ellzero.graph.ties import Ties, classes
 from ellzero.graph.tracing import Inputs, TraceError, shapes, walk
+from ellzero.graph.trials.running import Renamed, same_numbers
 
 Shares = Mapping[int, tuple[int, int]]  # by head of keys: how many queries it served, and serves
 _NONE = Step(())
 _RESHAPES = dict.fromkeys(("view", "_unsafe_view", "_reshape_alias"), "reshape")  # one thing by several names
 
 
-def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs, renamed: Mapping[Any, float]) -> str | None:
+def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs, renamed: Renamed) -> str | None:
     """How the forward of `small`, on which `plan` was carried out, departs from the traced one; None if it does not.
     `renamed` tells of numbers in `small` what they were.
     """
@@ -44,7 +44,7 @@ def strays(graph: Graph, plan: Plan, small: nn.Module, inputs: Inputs, renamed: 
     for whole, left in zip_longest(graph.steps, ties.steps, fillvalue=_NONE):
         if _RESHAPES.get(whole.op, whole.op) != _RESHAPES.get(left.op, left.op):
             return f"the model takes another path with a unit of it removed (`{left.op}` instead of `{whole.op}`)"
-        if whole.numbers != left.numbers and whole.numbers != tuple(renamed.get(n, n) for n in left.numbers):
+        if not same_numbers(whole.numbers, left.numbers, renamed):
             return f"`{whole.op}` gets another number with a unit of it removed ({whole.numbers} become {left.numbers})"
         some = shares if shares and any(_of_heads(layout, shares) for layout in whole.made) else {}
         if not all(_same(a, b, plan.units, units, some, whole.op) for a, b in zip_longest(whole.made, left.made)):
@@ -99,6 +99,8 @@ def _same(whole: Layout | None, left: Layout | None, kept: Mask, units: Numbers,
     if whole is None or left is None or len(whole[0]) != len(left[0]):
         return False
     (shape, carried), (sizes, there) = whole, left
+    carried = {dims: numbers for dims, numbers in carried.items() if (numbers >= 0).any()}  # of a unit at all
+    there = {dims: atoms for dims, atoms in there.items() if (units[:, atoms.ravel()] >= 0).any()}
     plain = [d for d in range(len(shape)) if not any(d in dims for dims in carried)]
     for dims, numbers in carried.items():
         stays = numbers[kept[numbers] | (numbers < 0)]

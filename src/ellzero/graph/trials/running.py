@@ -25,6 +25,7 @@ from ellzero.graph.forwards.recording import flat
 from ellzero.graph.rules import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
+Renamed = Mapping[Any, Collection[float]]  # numbers of a small network: what they may be in the whole one
 LARGE = 1_000_000  # parameters
 
 
@@ -114,6 +115,8 @@ def _refuse_no_heads(query: Any) -> None:
 
 # What follows from sizes: how large something becomes, and whether heads are in groups.
 _OF_SIZES = (("repeat_interleave", "output_size"), ("scaled_dot_product_attention", "enable_gqa"))
+# How many of its first numbers say how often something is repeated: a trace tells whether they follow what is there.
+_OFTEN = {"repeat_interleave": 1, "repeat": 64, "tile": 64}
 
 
 class Calls(TorchFunctionMode):
@@ -149,25 +152,26 @@ class Calls(TorchFunctionMode):
         numbers: list[Any] = []
         if name not in SIZED and name not in ("__getitem__", "__setitem__"):
             told = {k: v for k, v in kwargs.items() if (name, k) not in _OF_SIZES} if kwargs else ()
-            numbers = [t for t in flat((args, told)) if isinstance(t, (int, float, str))]
+            numbers = [t for t in flat((args, told)) if isinstance(t, (int, float, str))][_OFTEN.get(name, 0) :]
         self.made.append((name, numbers, out.ndim if made else 0))
         return out
 
-    def departure(self, other: Calls, renamed: Mapping[Any, float]) -> str | None:
+    def departure(self, other: Calls, renamed: Renamed) -> str | None:
         """Where another forward leaves this way, in words; None if it takes the same. `renamed` tells of numbers there
         what they are here.
         """
         for (name, told, _), (now, gets, _) in zip_longest(self.made, other.made, fillvalue=("nothing", [], 0)):
             if name != now:
                 return f"it calls `{now}` instead of `{name}`"
-            gets = (
-                gets
-                if gets == told
-                else [renamed.get((name, number), number) if not k else number for k, number in enumerate(gets)]
-            )
-            if told != gets and told != [renamed.get(number, number) for number in gets]:
+            if not same_numbers(told, gets, renamed):
                 return f"`{name}` gets {gets} instead of {told}"
         return None
+
+
+def same_numbers(told: Sequence[Any], gets: Sequence[Any], renamed: Renamed) -> bool:
+    """Whether two operations are told the same, or what has another name in the second."""
+    pairs = zip(told, gets, strict=False)
+    return len(told) == len(gets) and all(a == b or a in renamed.get(b, ()) for a, b in pairs)
 
 
 def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
