@@ -76,6 +76,7 @@ ARCHITECTURES = {
     "DeBERTa-v2": small("text", "DebertaV2ForMaskedLM", TEXT, relative_attention=True, pos_att_type=["c2p", "p2c"]),
     "MPNet": small("text", "MPNetForMaskedLM", TEXT),
     "ModernBERT": small("text", "ModernBertForMaskedLM", TEXT, cls_token_id=0, sep_token_id=0),
+    "Longformer": small("text", "LongformerForMaskedLM", TEXT, attention_window=4),
     "XLNet": small("text", "XLNetLMHeadModel", ENDS, d_model=32, n_layer=2, n_head=4, d_inner=24),
     "GPT-2": small("decoder", "GPT2LMHeadModel", SHORT),
     "GPT-Neo": small("decoder", "GPTNeoForCausalLM", TEXT | NEO, num_layers=2, num_heads=4),
@@ -102,8 +103,12 @@ ARCHITECTURES = {
     "OLMo 2": small("decoder", "Olmo2ForCausalLM", FEW_KEYS),
     "StableLM": small("decoder", "StableLmForCausalLM", FEW_KEYS),
     "Cohere": small("decoder", "CohereForCausalLM", FEW_KEYS),
+    "Cohere 2": small("decoder", "Cohere2ForCausalLM", FEW_KEYS, sliding_window=4),
     "GPTBigCode": small("decoder", "GPTBigCodeForCausalLM", SHORT, multi_query=True),
     "Gemma, one head of keys": small("decoder", "GemmaForCausalLM", FEW_KEYS | {"num_key_value_heads": 1}),
+    "Mistral, one head of keys": small(
+        "decoder", "MistralForCausalLM", FEW_KEYS | {"num_key_value_heads": 1}, sliding_window=4
+    ),
     "StarCoder 2": small("decoder", "Starcoder2ForCausalLM", FEW_KEYS),
     "SmolLM 3": small("decoder", "SmolLM3ForCausalLM", FEW_KEYS),
     "Mixtral": small("decoder", "MixtralForCausalLM", ROUTED, num_local_experts=4),
@@ -114,6 +119,11 @@ ARCHITECTURES = {
     "T5": small("both", "T5ForConditionalGeneration", T5),
     "T5, gated": small(
         "both", "T5ForConditionalGeneration", T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+    ),
+    "T5Gemma": small(
+        "both",
+        "T5GemmaForConditionalGeneration",
+        {"vocab_size": 32, "encoder": FEW_KEYS, "decoder": FEW_KEYS | {"cross_attention_hidden_size": 32}},
     ),
     "BART": small("both", "BartForConditionalGeneration", BOTH),
     "mBART": small("both", "MBartForConditionalGeneration", BOTH),
@@ -154,6 +164,7 @@ ARCHITECTURES = {
     "HuBERT": small("sound", "HubertForCTC", SOUND, mask_time_prob=0.0),
     "CLIP": small("pair", "CLIPModel", PAIR),
     "SigLIP": small("pair", "SiglipModel", PAIR),
+    "ViLT": small("pair", "ViltForMaskedLM", TEXT | {"image_size": 16, "patch_size": 4}),
 }
 
 
