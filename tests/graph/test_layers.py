@@ -356,6 +356,8 @@ ELSEWHERE = {
     "empty",
     "empty_like",
     "new_empty",
+    "view_as_complex",
+    "view_as_real",
     "gru",
     "lstm",
     "rnn_relu",

@@ -68,6 +68,59 @@ def test_written_keys_that_serve_all_heads_stay_and_heads_go() -> None:
     assert_same(small(draw(3, 7, 8)), masked_by_hand(model, z, {"q": {"out": each(3)}})(draw(3, 7, 8)))
 
 
+class Latent(nn.Module):
+    """Keys are put together in place, of what each head has and of what all share, turned as complex numbers: MLA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.shared, self.out = nn.Linear(8, 24), nn.Linear(8, 28), nn.Linear(8, 2), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        sizes = ((self.q, 6), (self.kv, 7), (self.shared, 2))
+        q, kv, r = (layer(x).view(b, t, -1, n).transpose(1, 2) for layer, n in sizes)
+        angles = torch.arange(t).to(x)
+        turn = torch.complex(angles.cos(), angles.sin())[:, None]
+        pairs = (torch.view_as_complex(a.unflatten(-1, (-1, 2))) for a in (q[..., 4:], r))
+        turned, shared = (torch.view_as_real(a * turn).flatten(3) for a in pairs)
+        k = kv.new_empty(*kv.shape[:-1], 6)
+        k[..., :4].copy_(kv[..., :4])
+        k[..., 4:].copy_(shared.expand(-1, q.shape[1], -1, -1))
+        y = F.scaled_dot_product_attention(torch.cat([q[..., :4], turned], -1), k, kv[..., 4:])
+        return x + self.out(y.transpose(1, 2).reshape(b, t, -1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("closed", [[1], [0, 3], [0, 1, 2]], ids=len)
+def test_heads_of_keys_that_are_put_together_in_place(closed: list[int]) -> None:
+    model = settled(Latent())
+    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    z = set_gates(gated, {"q": closed})
+    small: Any = l0.compact(gated)
+    assert (small.q.out_features, small.kv.out_features) == (6 * (4 - len(closed)), 7 * (4 - len(closed)))
+    hand = masked_by_hand(model, z, {"q": {"out": each(3)}})
+    for x in (draw(3, 7, 8), draw(1, 4, 8)):
+        assert_same(gated(x), hand(x))
+        assert_same(small(x), hand(x))
+    assert_counted(gated, small, (draw(2, 5, 8),))
+
+
+class Drawn(nn.Module):
+    """Something is drawn for each unit, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h * h.new_empty(h.shape).bernoulli_(0.5))  # type: ignore[no-any-return]
+
+
+def test_what_is_drawn_into_empty_room_freezes_it() -> None:
+    with pytest.raises(ValueError, match="`a`: `bernoulli` draws a number for each of its units, in evaluation too"):
+        l0.attach(Drawn(), torch.randn(2, 8))
+
+
 class Lone(Attention):
     """One head of keys and values serves all queries; pairs of neighbours are turned."""
 

@@ -25,6 +25,10 @@ from support.prenorm import NORMS, PreNorm, masked, words
 STREAMS = l0.shrinkable(streams=True)
 
 
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
 def attached(model: nn.Module, x: Any = None) -> l0.Gated:
     return l0.attach(settled(model), words(2, 5) if x is None else x, where=STREAMS).eval()
 
@@ -161,6 +165,52 @@ def test_expected_cost_is_that_of_independent_units() -> None:
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+class Written(nn.Module):
+    """A stream behind a norm that is written out, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.weight = 1e-3, nn.Parameter(torch.ones(8))
+        self.embed, self.up, self.down, self.head = nn.Linear(4, 8), nn.Linear(8, 5), nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head(self.norm(h + self.down(self.up(self.norm(h)).relu())))  # type: ignore[no-any-return]
+
+
+class Two(nn.Module):
+    """Two such streams, whose eps are one number, as of an encoder and a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Written(), Written()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x.flip(-1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_two_streams_with_one_eps_lose_as_many_units_as_each_will() -> None:
+    model: Any = settled(Two())
+    gated = l0.attach(model, draw(2, 4), where=STREAMS).eval()
+    assert {a.name for a in gated.axes if a.stream and a.frozen is None} == {"a.embed", "b.embed"}
+    z = set_gates(gated, {"a.embed": [0, 3, 4], "b.embed": [1, 2, 5, 6, 7], "a.up": [1]})
+    hand, small = copy.deepcopy(model), l0.compact(gated)
+    with torch.no_grad():
+        for name in "ab":
+            part = hand.get_submodule(name)
+            for layer in (part.embed, part.down):
+                layer.weight.mul_(z[f"{name}.embed"][:, None])
+                layer.bias.mul_(z[f"{name}.embed"])
+            part.down.weight.mul_(z[f"{name}.up"])
+    assert [small.get_submodule(name).embed.out_features for name in "ab"] == [5, 3]
+    assert_same(gated(draw(3, 4)), hand(draw(3, 4)))
+    assert_same(small(draw(3, 4)), hand(draw(3, 4)))
 
 
 class Odd(nn.Module):

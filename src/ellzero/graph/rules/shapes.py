@@ -36,6 +36,14 @@ def ones(call: Call, x: Value, dim: Any = None, *_: Any) -> Value:
     return x
 
 
+@couples("view_as_complex", "view_as_real")
+def pairs(call: Call, x: Value, *_: Any) -> Value:
+    """Two numbers as one, or one as two: units that lie along a pair are one."""
+    if call.op == "view_as_real":
+        return replace(values.insert(x, x.ndim), shape=call.shape)
+    return values.drop(call.ties, x, x.ndim - 1, f"{call.where} makes one of two numbers")
+
+
 @couples("permute", "transpose", "t", "numpy_T", "mT", "swapaxes", "swapdims", "movedim", "moveaxis")
 def permutation(call: Call, x: Value, *args: Any) -> Value | list[Value]:
     order = list(range(x.ndim))
@@ -135,19 +143,15 @@ def expand(call: Call, x: Value, *_: Any) -> Value:
     return out
 
 
-@couples("zeros", "ones", "new_zeros", "new_ones", sized=True)
+@couples("zeros", "ones", "new_zeros", "new_ones", "empty", "new_empty", sized=True)
 def filled(call: Call, *_: Any) -> Value:
-    """The same everywhere: any entry can go with what it meets, as that of a state that begins with nothing."""
+    """The same everywhere, or to be filled: any entry can go with what it meets, as that of a state that begins with
+    nothing, and as keys that are put together in place.
+    """
     carried: dict[values.Dims, Numbers] = {
         (d,): call.ties.spare(size) for d, size in enumerate(call.shape) if d and size > 1
     }
     return Value(call.shape, carried, f"the output of {call.where}")
-
-
-@couples("empty", "new_empty", sized=True)
-def to_be_filled(call: Call, *_: Any) -> Value:
-    """With anything, as by a draw for each example in timm's `DropPath`: no entry can go."""
-    return Value(call.shape, {}, f"the output of {call.where}")
 
 
 @couples("repeat", "tile", "repeat_interleave")

@@ -99,7 +99,7 @@ def _same(whole: Layout | None, left: Layout | None, kept: Mask, units: Numbers,
     if whole is None or left is None or len(whole[0]) != len(left[0]):
         return False
     (shape, carried), (sizes, there) = whole, left
-    carried = {dims: numbers for dims, numbers in carried.items() if (numbers >= 0).any()}  # of a unit at all
+    carried = {dims: numbers for dims, numbers in carried.items() if not (numbers < 0).all() or not numbers.size}
     there = {dims: atoms for dims, atoms in there.items() if (units[:, atoms.ravel()] >= 0).any()}
     plain = [d for d in range(len(shape)) if not any(d in dims for dims in carried)]
     for dims, numbers in carried.items():

@@ -171,7 +171,7 @@ class Calls(TorchFunctionMode):
 def same_numbers(told: Sequence[Any], gets: Sequence[Any], renamed: Renamed) -> bool:
     """Whether two operations are told the same, or what has another name in the second."""
     pairs = zip(told, gets, strict=False)
-    return len(told) == len(gets) and all(a == b or a in renamed.get(b, ()) for a, b in pairs)
+    return len(told) == len(gets) and all(a is b or a == b or a in renamed.get(b, ()) for a, b in pairs)  # NaN is NaN
 
 
 def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
