@@ -41,6 +41,9 @@ TEXT = SIZES | ENDS | {"max_position_embeddings": 32}
 FEW_KEYS = TEXT | {"num_key_value_heads": 2, "head_dim": 8}
 ROUTED = FEW_KEYS | {"num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 EXPERTS = ROUTED | {"num_experts": 4, "moe_intermediate_size": 12}
+LATENT = TEXT | {"num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+LATENT |= {"v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+LATENT |= {"moe_intermediate_size": 12, "experts_implementation": "batched_mm"}
 SCAN = ENDS | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 NEO = {"attention_types": [[["global", "local"], 1]], "window_size": 4}
 SHORT = ENDS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 24, "n_positions": 32}
@@ -114,6 +117,8 @@ ARCHITECTURES = {
     "Mixtral": small("decoder", "MixtralForCausalLM", ROUTED, num_local_experts=4),
     "Qwen2-MoE": small("decoder", "Qwen2MoeForCausalLM", EXPERTS, shared_expert_intermediate_size=24),
     "Qwen3-MoE": small("decoder", "Qwen3MoeForCausalLM", EXPERTS),
+    "DeepSeek-V2": small("decoder", "DeepseekV2ForCausalLM", LATENT, q_lora_rank=None, first_k_dense_replace=2),
+    "DeepSeek-V3": small("decoder", "DeepseekV3ForCausalLM", LATENT, q_lora_rank=16, first_k_dense_replace=1),
     "Mamba": small("decoder", "MambaForCausalLM", SCAN),
     "Mamba 2": small("decoder", "Mamba2ForCausalLM", SCAN, num_heads=8, head_dim=8, n_groups=2, chunk_size=4),
     "T5": small("both", "T5ForConditionalGeneration", T5),
