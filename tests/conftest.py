@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from support import CACHE, into_nothing, processes
 
 gc.disable()  # until all is imported, of which nothing can be thrown away
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a pool of processes imports torch for a few small files
 
 # The parent is hypothesis' own choice: random examples at home; the same ones every time where CI is set.
 settings.register_profile(
@@ -45,7 +46,9 @@ def _same_torch_every_time() -> Iterator[None]:
     import torch
 
     torch.manual_seed(0)
+    onednn = torch.backends.mkldnn.enabled
     yield
+    torch.backends.mkldnn.enabled = onednn  # bfloat16 on a CPU that has none switches it off for the whole process
     assert torch.get_default_dtype() is torch.float32, "the test left another default dtype behind"
     assert torch.is_grad_enabled(), "the test left gradients switched off"
 
