@@ -224,7 +224,7 @@ class AbstractGate(nn.Module, ABC):
                 first = tuple(bad.nonzero()[0].tolist())
                 raise ValueError(
                     f"`{name}.{key}` must be finite, got {int(bad.sum())} of {bad.numel()} entries that are not, "
-                    f"the first {tensor[first].item()} at index {first}"
+                    f"the first {tensor[first].item()} at index {first}; one loss that is not finite does that"
                 )
 
 
