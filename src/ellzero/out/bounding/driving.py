@@ -18,7 +18,7 @@ from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.objectives.following import after_step, refuse_overlap, unwrapped
 
-_WAITING: weakref.WeakKeyDictionary[Gated, Callable[[], bool]] = weakref.WeakKeyDictionary()
+_WAITING: weakref.WeakKeyDictionary[Gated, tuple[Callable[[], bool], int]] = weakref.WeakKeyDictionary()
 
 
 @final
@@ -128,9 +128,10 @@ def refuse_without(gated: Gated, optimizer: torch.optim.Optimizer) -> dict[int, 
 
 def remind(gated: Gated, waits: Callable[[], bool]) -> None:
     """Warns once where an optimizer moves a network whose budget still waits, as `waits` says, which must not hold
-    it: else a loop without `drive` would hear of it at the end of all training.
+    it: else a loop without `drive` would hear of it at the end of all training. In its second step: torch takes one
+    by itself where it loads the state of an optimizer that is new.
     """
-    _WAITING[gated] = waits
+    _WAITING[gated] = waits, 0
     _listen()
 
 
@@ -140,11 +141,14 @@ def _listen() -> None:
 
 
 def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for gated, waits in [] if torch.compiler.is_compiling() else list(_WAITING.items()):  # mostly none
+    for gated, (waits, heard) in [] if torch.compiler.is_compiling() else list(_WAITING.items()):  # mostly none
         if not waits():
             del _WAITING[gated]
         elif any(p.grad is not None for p in gated.gates.parameters()):
             own = {id(p) for p in gated.parameters()}
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                _WAITING[gated] = waits, heard + 1
+                if not heard:
+                    continue
                 del _WAITING[gated]
                 warn("nothing moves the budget: call `budget.drive(optimizer)` before the loop")
