@@ -217,6 +217,38 @@ def test_only_the_rows_that_match_are_trained(untrained: Untrained, tmp_path: Pa
         made.recipes(only="first,x")
 
 
+def test_seeds_of_two_occasions_are_one_row(done: Any, tmp_path: Path) -> None:
+    _, made, (both, _), _ = done
+    late, early = tmp_path / "late", tmp_path / "early"
+    reproduce(made, late, seeds=1, epochs=1, first_seed=1, only="first")
+    assert [file.name for file in late.glob("first*")] == ["first.seed1.json"]
+    reproduce(made, early, seeds=1, epochs=1, only="first")
+    for file in (late / "first.seed1.json", early / "first.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+
+    (joined,), missing = stored(made, tmp_path)
+    assert missing == ["second"]
+    assert {k: joined[k] for k in ("row", "published", "recipe")} == {
+        k: both[k] for k in ("row", "published", "recipe")
+    }
+    assert [s["seed"] for s in joined["seeds"]] == [0, 1]
+    for ours, theirs in zip(joined["seeds"], both["seeds"], strict=True):
+        assert ours["architecture"] == theirs["architecture"]
+        assert ours["error_last"] == pytest.approx(theirs["error_last"], abs=1.01)  # one image, to rounding
+
+    first = json.loads((tmp_path / "first.json").read_text())
+    (tmp_path / "first.seed1.json").write_text(json.dumps(first))
+    with pytest.raises(StudyError, match="`first` has seed 0 in two files: remove one"):
+        stored(made, tmp_path)
+    first["seeds"][0]["seed"], first["recipe"]["lr"], first["commit"] = 1, 0.5, "other"
+    (tmp_path / "first.seed1.json").write_text(json.dumps(first))
+    with pytest.raises(StudyError, match=r"`first` has seeds of two recipes: `lr` is .* there and 0\.5 here"):
+        stored(made, tmp_path)
+    first["recipe"]["lr"] = joined["recipe"]["lr"]
+    (tmp_path / "first.seed1.json").write_text(json.dumps(first))
+    assert stored(made, tmp_path)[0][0]["commit"].endswith(", other")
+
+
 def test_what_is_computed_is_stored_with_its_source(tmp_path: Path) -> None:
     made = study(compute=lambda: [{"name": "numbers", "x": [1, 2]}])
     (record,) = reproduce(made, tmp_path)

@@ -37,6 +37,7 @@ _Other = Literal["mnist", "mnist5k", "shakespeare", "tinyshakespeare", "sonnets"
 def reproduce(
     name: Annotated[str | None, Positional, option("[STUDY]")] = None,
     seeds: Annotated[int | None, option("N", "the study's, mostly 5")] = None,
+    first_seed: Annotated[int, arg(metavar="N")] = 0,
     epochs: Annotated[int | None, option("N", "the paper's")] = None,
     device: Device = "auto",
     data: Annotated[_Other | None, arg(help_behavior_hint="(default: the paper's)")] = None,
@@ -62,13 +63,13 @@ def reproduce(
     $ ellzero reproduce louizos2018-figure2
     $ ellzero reproduce arena --only 'lenet5-*' --device cuda --at-once 8
 
-    All runs of a row, and rows that differ in their objective alone, are trained together; networks with batch norm
-    one after the other. Ctrl-C ends it after the step, and saves; what is finished is not trained again when it goes on
-    with --resume. The folder then holds one json for each row, and the figures: these need the extra `plots`.
+    All runs of a row, and rows that differ in their objective alone, train together; networks with batch norm do not.
+    Ctrl-C saves, and --resume goes on. The folder then holds a json for each row, and the figures (extra `plots`).
 
     Args:
         name: name of a study; all are listed if it is absent.
-        seeds: runs of each row, with the seeds 0, 1, 2, ….
+        seeds: runs of each row, with the first seed and those after it.
+        first_seed: for further seeds, in another folder: --draw-only joins ROW.seedN.json to the ROW.json beside it.
         epochs: in place of the recipes' own.
         device: where to train; auto is a GPU if there is one.
         data: in place of the recipes' own; mnist5k, a part of MNIST, and sonnets come with the library.
@@ -89,7 +90,7 @@ def reproduce(
         return
     study = making.find(name, known)
     given = {"seeds": seeds, "epochs": epochs, "data": data, "data-dir": data_dir, "only": only}
-    asked = _asked(study, given, every, at_once, resume + fresh + draw_only)
+    asked = _asked(study, given, every, at_once, first_seed, resume + fresh + draw_only)
     home = Path("runs", "reproduce", study.name) if out is None else Path(out)
     records = _stored(asked, home) if draw_only else _made(asked, home, data_dir, device, resume, fresh, quiet)
     _show_study(study, records, home, json)
@@ -107,7 +108,9 @@ def _list(known: dict[str, Study], json: bool) -> None:
     say("For example: ellzero reproduce louizos2018-table1 --seeds 1 --epochs 3")
 
 
-def _asked(study: Study, given: dict[str, Any], every: int, at_once: int | None, ways: int) -> Reproduction:
+def _asked(
+    study: Study, given: dict[str, Any], every: int, at_once: int | None, first_seed: int, ways: int
+) -> Reproduction:
     opening.refuse_below_one(seeds=given["seeds"], epochs=given["epochs"], every=every, at_once=at_once)
     refuse(ways > 1, "`--resume`, `--fresh` and `--draw-only` exclude each other: give one of them")
     opening.refuse_several("reproduce")
@@ -117,11 +120,14 @@ def _asked(study: Study, given: dict[str, Any], every: int, at_once: int | None,
         if not _drawable(study):
             raise PlotsMissingError
     together = at_once or (1 if study.contests else AT_ONCE)
+    refuse(first_seed < 0, f"`--first-seed` must be at least 0, got {first_seed}")
+    refuse(not study.rows and first_seed, f"`--first-seed` must be absent: `{study.name}` has no rows of recipes")
     refuse(study.contests and every > 1, "`--every` must be absent: the arena looks at the last epoch alone")
     with foreseen(ValueError):
         found = Reproduction(
-            study, given["seeds"], given["epochs"], given["data"], given["only"] or "*", every, together
-        )
+            study, given["seeds"], given["epochs"], given["data"], given["only"] or "*", every, together,
+            first_seed,
+        )  # fmt: skip
         _ = found.contests  # what does not fit is told now
         return found
 
@@ -146,9 +152,15 @@ def _made(
         tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
     options = {
         "seeds": asked.seeds, "epochs": asked.epochs, "data": asked.data, "data-dir": data_dir, "only": asked.only,
-        "every": asked.every, "at-once": asked.at_once, "device": device, "out": home,
+        "every": asked.every, "at-once": asked.at_once, "device": device, "out": home, "first-seed": asked.first_seed,
     }  # fmt: skip
-    usual = {"only": "*", "every": 1, "at-once": 1 if asked.study.contests else AT_ONCE, "device": "auto"}
+    usual = {
+        "first-seed": 0,
+        "only": "*",
+        "every": 1,
+        "at-once": 1 if asked.study.contests else AT_ONCE,
+        "device": "auto",
+    }
     words = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, usual.get(name))]
     again = shlex.join(["ellzero", "reproduce", asked.study.name, *chain(*words), "--resume"])
     fewer = f"try fewer runs together than {asked.at_once}, by `--at-once` and a new folder"

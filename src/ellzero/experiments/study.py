@@ -26,6 +26,7 @@ from ellzero.experiments.campaign import AT_ONCE, Campaign, CampaignError, Loade
 from ellzero.experiments.recipe import Recipe, differences
 from ellzero.experiments.recipe.definition import nearest
 from ellzero.experiments.store import records as files
+from ellzero.experiments.store import rows
 from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.experiments.store.provenance import in_common, provenance
 from ellzero.experiments.store.statistics import with_interval
@@ -220,17 +221,23 @@ class Reproduction:
     """What is asked for: a study, and what is changed in it."""
 
     study: Study
-    seeds: int | None = None  # how many, from 0; the study's own number if absent
+    seeds: int | None = None  # how many; the study's own number if absent
     epochs: int | None = None
     data: str | None = None
     only: str = "*"  # pattern of the names of the recipes to train, or several with commas between them
     every: int = 1  # evaluate after so many epochs
     at_once: int = AT_ONCE
+    first_seed: int = 0  # the others follow: further seeds of a row that takes long, on another occasion
 
     def __post_init__(self) -> None:
         for name, number in self.settings.items():
             if isinstance(number, int) and number < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {number}")
+
+    @property
+    def all_seeds(self) -> range:
+        """Those that every row is trained with."""
+        return range(self.first_seed, self.first_seed + (self.study.seeds if self.seeds is None else self.seeds))
 
     @cached_property
     def rows(self) -> list[tuple[Row, Recipe]]:
@@ -249,13 +256,16 @@ class Reproduction:
         """All that decides what comes out, as what JSON knows; rows and seeds of the arena may come bit by bit."""
         if self.study.contests:
             return {"epochs": self.epochs, "data": self.data}
-        seeds = self.study.seeds if self.seeds is None else self.seeds
         recipes = [recipe.to_dict() for _, recipe in self.rows]
-        return {"seeds": seeds, "every": self.every, "at_once": self.at_once, "recipes": recipes}
+        first = {"first_seed": self.first_seed} if self.first_seed else {}
+        return {
+            "seeds": len(self.all_seeds), **first, "every": self.every, "at_once": self.at_once, "recipes": recipes,
+        }  # fmt: skip
 
     def campaign(self, out: Path) -> Campaign:
         """Its folder."""
-        own = (FIGURES, BOUTS, *(f"{n}{rest}" for n in self.study.names for rest in (".json", "-seed*.safetensors")))
+        rests = (".json", ".seed*.json", "-seed*.safetensors")
+        own = (FIGURES, BOUTS, *(f"{name}{rest}" for name in self.study.names for rest in rests))
         return Campaign(out, _STUDY, "ellzero.reproduction", "reproduction", own)
 
     def differences(self, head: Record) -> list[str]:
@@ -292,7 +302,7 @@ def reproduce(
         if name != study.name:
             raise StudyError(f"{str(out)!r} holds the study `{name}`; give another folder by `--out`")
     there = campaign.holds(asked.differences, resume=resume, fresh=fresh)
-    seeds = range(study.seeds if asked.seeds is None else asked.seeds)
+    seeds = asked.all_seeds
     runs = [recipe.override(seed=seed) for _, recipe in asked.rows for seed in seeds]
     work = campaign.work(runs, load, fresh=fresh, at_once=asked.at_once, say=say)
     if fresh:
@@ -321,7 +331,7 @@ def reproduce(
             own = [done[recipe.name, seed] for seed in seeds if (recipe.name, seed) in done]
             if recipe.name not in records and len(own) == len(seeds):
                 records[recipe.name] = _record(row, recipe, own)
-                files.write(out / f"{recipe.name}.json", records[recipe.name])
+                files.write(out / rows.file_name(recipe.name, asked.first_seed), records[recipe.name])
     for why in filter(None, map(diverged, campaign.folders())):
         raise DivergedError(why)
     return [records[recipe.name] for _, recipe in asked.rows]
@@ -416,18 +426,11 @@ def stored(study: Study, out: Path, only: str = "*") -> tuple[list[Record], list
     else:
         wanted = study.matching(only)
         names = [name for name in study.names if name in wanted]
-    records, missing = [], []
-    for name in names:
-        file = out / f"{name}.json"
-        if not file.exists():
-            missing.append(name)
-            continue
-        try:
-            records.append(files.read(file))
-        except FolderError as error:
-            raise StudyError(str(error)) from error
-        if not isinstance(records[-1], dict):
-            raise StudyError(f"{str(file)!r} is damaged: it is no record")
-    if not records:
+    try:
+        found = {name: rows.read(out, name) for name in names}
+    except FolderError as error:
+        raise StudyError(str(error)) from error
+    there = [record for record in found.values() if record is not None]
+    if not there:
         raise StudyError(f"there are no results of `{study.name}` in {str(out)!r}")
-    return records, missing
+    return there, [name for name, record in found.items() if record is None]
