@@ -37,7 +37,11 @@ def by_hand(
     gate = partial(l0.HardConcreteGate, drop_rate=r.drop_rate("fc1"))
     gated = l0.attach(model, torch.zeros(2, 1, 28, 28, dtype=torch.float64), gate=gate)
     gated.load_state_dict(trainer.runs.template.network.state_dict())
-    optimizer = torch.optim.Adam(gated.param_groups(lr=r.lr, gate_lr=r.gate_lr))
+    rate = 0.1 if r.gate_lr == "auto" else r.gate_lr
+    groups = gated.param_groups(lr=r.lr, gate_lr=rate)
+    optimizer, *others = [torch.optim.Adam(groups)]
+    if r.optimizer == "sgd":
+        optimizer, *others = torch.optim.SGD(groups[:1], momentum=0.9), torch.optim.Adam(groups[1:])
     for epoch in range(r.epochs):
         alone = epoch < r.dense_epochs
         gated.fix(alone)
@@ -56,9 +60,10 @@ def by_hand(
             if r.extra_gradient and constraint is not None:
                 extra_gradient_step(constraint, optimizer, lagrangian)
                 continue
-            optimizer.zero_grad()
+            gated.zero_grad()
             lagrangian().backward()
-            optimizer.step()
+            for one in (optimizer, *others):
+                one.step()
             if constraint is not None and not alone:
                 constraint.ascend()
     return gated
@@ -100,6 +105,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"dual": "nupi", "dual_lr": 0.5, "kp": 1.0, "nu": 0.5, "weights_first": 0.25},
         {"dual": l0.duals.NuPI(kp=1.0, ki=0.5, nu=0.5)},
     ),
+    "auto, gates by Adam where SGD moves the weights": (
+        {"dual": "auto", "target_warmup": 0.5, "optimizer": "sgd", "lr": 0.125, "gate_lr": "auto"},
+        {"dual": l0.duals.SelfPacedAscent(STEPS, 0.1), "warmup": l0.duals.GeometricWarmup(0.5 * STEPS)},
+    ),
     "ascent, on a line": (
         {"dual": "ascent", "dual_lr": 0.5, "target_warmup": 0.25},
         {"dual": l0.duals.GradientAscent(0.5), "warmup": l0.duals.LinearWarmup(0.25 * STEPS)},
@@ -115,7 +124,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_recipe_with_a_target_is_the_loop_of_the_readme(case: str) -> None:
     changes, arguments = CASES[case]
-    r = recipe(**CONSTRAINED, **changes)
+    r = recipe(**CONSTRAINED | changes)
     trainer = in_float64(Trainer([r], data()))
     constraint = l0.Constraint(l0.macs, at_most=0.25, on="kept", **arguments)
     gated = by_hand(r, copy.deepcopy(trainer), constraint)

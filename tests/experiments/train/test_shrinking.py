@@ -25,6 +25,7 @@ from ellzero.experiments.train import evaluation, saver
 from ellzero.experiments.train.building import architecture
 from ellzero.experiments.train.loop import restore, train, train_epoch
 from ellzero.experiments.train.policy import Policy, refuse
+from ellzero.experiments.train.stepping.optimizing import Both
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
@@ -437,6 +438,22 @@ def test_a_checkpoint_after_a_shrink_goes_on_to_the_bit(steps: int, shrunk: Trai
         assert without_seconds(evaluation.results(seen)) == without_seconds(evaluation.results(again))
         x = torch.randn(2, 3, 32, 32)
         assert torch.equal(compact(cast(Gated, seen.network(0)))(x), compact(cast(Gated, again.network(0)))(x))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_remembers_adam_for_the_gates_beside_sgd(tmp_path: Path) -> None:
+    """After an event, so that what both remember was cut."""
+    r = SHRINKING.override(gate_lr="auto", dual="auto", dual_lr=None, restarts=True, shrink_gain=0.0)
+    whole = train([r], images("cifar10"), begun(r, tmp_path / "whole"))
+    assert isinstance(whole.optimizer, Both)
+    values, state = whole.runs.values(), whole.optimizer.state
+    remembered = {n: set(state[p]) for n, p in values.items() if p in state}
+    assert set(map(frozenset, remembered.values())) == {
+        frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    }  # fmt: skip
+    assert all(("exp_avg" in kinds) == n.startswith("network.gates.") for n, kinds in remembered.items())
+    assert any("shrunk" in h and not h["shrunk"]["skipped"] for h in whole.history)
+    interrupted(begun(r, tmp_path / "run"), 9, whole)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import evaluation, events, saver
 from ellzero.experiments.train import processes as parallel
-from ellzero.experiments.train.stepping.step import set_rates
+from ellzero.experiments.train.stepping.optimizing import set_rates
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 

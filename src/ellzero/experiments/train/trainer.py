@@ -19,8 +19,9 @@ from ellzero.experiments.train import building, fitting, policy
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.stepping.batches import Supply
 from ellzero.experiments.train.stepping.faster import Captured
+from ellzero.experiments.train.stepping.optimizing import make_optimizer
 from ellzero.experiments.train.stepping.stack import Objective, Runs
-from ellzero.experiments.train.stepping.step import Average, Step, make_optimizer
+from ellzero.experiments.train.stepping.step import Average, Step
 from ellzero.gated.module import Gated
 from ellzero.graph.plan import Plan
 from ellzero.out import shrinking
