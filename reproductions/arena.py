@@ -20,6 +20,7 @@ TARGETS = (0.1, 0.2, 0.35, 0.5)
 FAMILY = "bernoulli"  # the other family of gates, by `arena-split` on the MLP at 10 %: results/arena-split-8/
 METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
 OTHERS = (*(name for name in FAMILIES if name != FAMILY), *CHANGED)  # to choose it and the defaults by
+PIXELS = "budget-inputs"  # takes pixels away too, as no rival does: beside the fight, where pixels are what costs most
 NETWORKS = {"lenet300": "mnist", "lenet5": "mnist", "resnet-56": "cifar10"}
 EPOCHS = 20
 
@@ -31,7 +32,8 @@ def contests(split: bool) -> tuple[Contest, ...]:
         data = f"{whole}-split" if split else whole
         out.append(Contest(network, DENSE, 1.0, data, EPOCHS))
         for at_most in TARGETS:
-            methods = METHODS + (OTHERS + tuple(INPUTS) * (network != "resnet-56")) * split
+            methods = METHODS + (PIXELS,) * (network == "lenet300" and not split)
+            methods += (OTHERS + tuple(INPUTS) * (network != "resnet-56")) * split
             out += [Contest(network, method, at_most, data, EPOCHS) for method in methods]
     return tuple(out)
 
