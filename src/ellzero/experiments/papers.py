@@ -166,13 +166,12 @@ def _wide() -> Iterable[Recipe]:
             # drops of the learning rate, its parameters are averaged over some 25 epochs (Izmailov et al., 2018).
             yield paper.override(name=f"shrink-wrn-{percent}-{data}", **averaged)
     # Streams have no layer of their own to be bounded: one bound on all MACs, by `Budget`'s controller. It takes time.
-    streams = {"settle_at": 10, "detach_l2": True}
-    yield _within(dense, 16).override(name="streams-wrn-16-cifar10", **averaged | streams)
+    yield _within(dense, 16).override(name="streams-wrn-16-cifar10", **averaged | {"settle_at": 10})
     # He et al. (2016), Identity Mappings; they begin with a rate of 0.01 for 400 steps, and end after 164 epochs.
     deep = {"network": "preresnet-110", "l2": 1e-4, "milestones": (100, 150), "decay": 0.1, "lr_warmup": 2}
     deep_dense = dense.override(name="preresnet-cifar10", **deep)
     yield deep_dense
-    yield _within(deep_dense, 50, learning=0.1).override(placement="shrinkable", detach_l2=True)
+    yield _within(deep_dense, 50, learning=0.1).override(placement="shrinkable")
 
 
 def _blocks(at_most: float) -> dict[str, float]:

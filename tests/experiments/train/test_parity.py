@@ -7,6 +7,7 @@ the same images and the same noise. Targets and prices are numbers that float32 
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch import Tensor
 
 import ellzero as l0
 from ellzero.experiments import networks
+from ellzero.experiments.papers import unnamed
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.objectives.extragradient import extra_gradient_step
+from support.narrow import NARROW
 from support.runs import in_float64
 from support.trained import BATCH, TRAIN, data, recipe
 
@@ -143,3 +146,38 @@ def test_a_recipe_with_a_penalty_is_the_loop_of_the_readme() -> None:
     by_recipe(trainer)
     assert_same(trainer, gated, None)
     assert (trainer.runs.values()["network.gates.fc1.log_alpha"] - before).abs().max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "l2"), [("adam", 0.0), ("adam", 2.0**-10), ("sgd", 2.0**-10)])
+def test_a_network_of_your_own_trains_by_the_command_as_with_a_budget(optimizer: str, l2: float) -> None:
+    """All of it: the gates learn, settle, leave the network, and the small one trains on as the schedule falls."""
+    asked = {"network": NARROW.name, "data": "mnist5k", "batch": BATCH, "epochs": 5, "cost": "macs", "at_most": 0.25}
+    r = unnamed({**asked, "optimizer": optimizer, "lr": 0.125 if optimizer == "sgd" else 2.0**-8, "l2": l2})
+    trainer = in_float64(Trainer([r], data()))
+
+    gated = l0.attach(networks.find(r.network).make(10).double(), torch.zeros(2, 1, 28, 28, dtype=torch.float64))
+    gated.load_state_dict(copy.deepcopy(trainer.runs.template.network.state_dict()))
+    budget = l0.Budget(gated, macs=0.25, steps=r.epochs * TRAIN // BATCH)
+    kind: Any = partial(torch.optim.SGD, momentum=0.9) if optimizer == "sgd" else torch.optim.Adam
+    groups = kind(gated.param_groups(lr=r.lr, weight_decay=l2))
+    budget.drive(groups)
+    falling = torch.optim.lr_scheduler.LambdaLR(groups, lambda epoch: (1 + math.cos(math.pi * epoch / r.epochs)) / 2)
+    for epoch in range(r.epochs):
+        order, noise = trainer.supply.epoch(epoch)
+        for index, draws in zip(order, noise[:, 0].double(), strict=True):
+            x, y = (t[0] for t in trainer.supply.batch(index))
+            loss = F.cross_entropy(gated(x, gate_noise=draws[0]) if budget.phase == "learning" else gated(x), y)
+            groups.zero_grad()
+            loss.backward()
+            groups.step()
+        falling.step()
+    small = budget.finish()
+
+    by_recipe(trainer)
+    theirs = l0.compact(trainer.network(0))
+    sizes = {name: p.shape for name, p in small.named_parameters()}
+    assert sizes == {name: p.shape for name, p in theirs.named_parameters()}
+    assert sum(p.numel() for p in small.parameters()) < 0.5 * sum(p.numel() for p in NARROW.make(10).parameters())
+    for name, p in small.named_parameters():
+        torch.testing.assert_close(dict(theirs.named_parameters())[name], p, rtol=1e-9, atol=1e-9, msg=name)

@@ -101,8 +101,8 @@ class Recipe(Fields):
 
     @property
     def by_eq_17(self) -> bool:
-        """Whether `l2` acts on gated weights by eq. 17 of Louizos et al., and not as plain decay."""
-        return self.l2 > 0 and self.expects and self.optimizer != "adamw"
+        """Whether `l2` acts on gated weights by eq. 17 of Louizos et al.; else it is plain decay, as in a `Budget`."""
+        return self.l2 > 0 and self.expects and self.optimizer != "adamw" and self.gate_lr != "auto"
 
     @property
     def centres(self) -> bool:

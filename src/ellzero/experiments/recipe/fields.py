@@ -41,8 +41,8 @@ _ON_GATES = Needs(_GATES.acts, _GATES.words)
 _ON_TARGET = Needs(_TARGET.acts, "without `at_most`")
 _ON_GATED_L2 = Needs(lambda r: r.placement is not None and r.l2 > 0, "without gates and `l2`")
 _BY_EQ_17 = Needs(
-    lambda r: r.expects and r.optimizer != "adamw",
-    "with `gate` {gate!r} and `optimizer` {optimizer!r}: its weights have plain decay",
+    lambda r: r.expects and r.optimizer != "adamw" and r.gate_lr != "auto",
+    "with `gate` {gate!r}, `gate_lr` {gate_lr!r} and `optimizer` {optimizer!r}: its weights have plain decay",
 )
 _ON_PENALTY = Needs(lambda r: r.penalty is not None, "without `penalty`", strict=True)
 _ON_TEACHER = Needs(lambda r: r.teacher is not None, "without a `teacher`", strict=True)
@@ -300,7 +300,9 @@ class Fields:
         ),
     ] = True
     l2: Annotated[
-        NotNegative, 'of ½·l2·‖w‖², which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD.'
+        NotNegative,
+        'of ½·l2·‖w‖², which is eq. 17 of Louizos et al. for gated weights; "weight decay" of SGD. With "adamw", or a '
+        '`gate_lr` of "auto", it is plain decay of all weights.',
     ] = 0.0
     l2_gated_factor: Annotated[NotNegative, "`l2` times it is for gated weights.", _ON_GATED_L2, _BY_EQ_17] = 1.0
     detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _ON_GATED_L2, _BY_EQ_17] = False
