@@ -55,7 +55,7 @@ docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html;
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-bench: $(VENV)/.installed-examples  ## print the README's numbers: a training step, inference, attach and compact
+bench: $(VENV)/.installed-examples  ## print the numbers of docs/costs.md: a training step, inference, attach and compact
 	$(BIN)/python benchmarks/step_overhead.py --json results/benchmarks/step_overhead.json
 	$(BIN)/python benchmarks/step_overhead.py --families --blocks 5 --steps 4 --json results/benchmarks/step_families.json
 	$(BIN)/python benchmarks/inference.py --json results/benchmarks/inference.json

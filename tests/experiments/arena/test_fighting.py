@@ -165,7 +165,7 @@ def test_processes_share_the_work_and_one_that_is_gone_is_told(tmp_path: Path) -
 def record(method: str, errors: list[float], at_most: float = 0.2, kept: float = 0.2) -> dict[str, Any]:
     row = Contest("lenet5", method, at_most, "mnist", 2)
     seeds = [{"seed": k, "error_last": e, "macs": {"kept": kept}, "seconds_in_all": 10.0} for k, e in enumerate(errors)]
-    return {"row": row.name, "recipe": row.settings(), "seeds": seeds}
+    return {"row": row.name, "recipe": row.settings(), "device": "a GPU", "seeds": seeds}
 
 
 RECORDS = [
@@ -223,6 +223,16 @@ def test_the_figure_shows_every_point(tmp_path: Path) -> None:
     files = showing.draw(RECORDS, tmp_path)
     assert [f.name for f in files] == ["arena.png", "arena.svg", "arena.txt"]
     assert "against the seconds of training" in files[2].read_text()
+
+
+def test_seconds_of_another_device_are_not_beside_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(showing, "save", lambda figure, *_: drawn.extend(figure.axes))
+    elsewhere = [{**r, "device": "a CPU"} if r["recipe"]["method"] == "magnitude" else r for r in RECORDS]
+    showing.draw(elsewhere, Path())
+    errors, seconds = ({c.get_label() for c in panel.containers} for panel in drawn)
+    assert errors == {"Budget", "narrower", "TP magnitude", "Budget, stg"}
+    assert seconds == errors - {"TP magnitude"}
 
 
 # ---------------------------------------------------------------- the studies and the command

@@ -115,17 +115,20 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
     with grid(2, columns, size=(max(3.4, PAGE * columns / 3), 5.0)) as (figure, axes):
         for at, network in enumerate(found):
             own = [r for r in records if r["recipe"]["network"] == network]
+            device = next((r["device"] for r in own if r["recipe"]["method"] == OURS), own[0]["device"])
             for number, method in enumerate(methods):
-                points = sorted(map(_point, (r for r in own if r["recipe"]["method"] == method)))
-                if points:
+                mine = [r for r in own if r["recipe"]["method"] == method]
+                if points := sorted(map(_point, mine)):
                     macs, seconds, means, halves = zip(*points, strict=True)
+                    again = number >= len(COLOURS)  # of the colours
                     style: Any = {
                         "color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)],
                         "label": title(method), "linewidth": 2.0 if method == OURS else 1.0, "capsize": 2,
-                        "linestyle": "-" if number < len(COLOURS) else ":",
+                        "linestyle": ":" if again else "-", "markerfacecolor": "white" if again else None,
                     }  # fmt: skip
                     axes[at].errorbar(macs, means, halves, **style)
-                    axes[columns + at].errorbar(seconds, means, halves, **style | {"linestyle": "none"})
+                    if all(r["device"] == device for r in mine):  # others take other times
+                        axes[columns + at].errorbar(seconds, means, halves, **style | {"linestyle": "none"})
             for dense in (_point(r) for r in own if r["recipe"]["method"] == DENSE):
                 axes[at].axhline(dense[2], color=GREY, linestyle="--", linewidth=0.8, label="dense")
                 axes[columns + at].plot(dense[1], dense[2], "x", color=INK)
@@ -136,7 +139,8 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         caption = (
             "Mean test error with its 95 % interval, by method: above against the share of the dense MACs that the "
             "network keeps, below against the seconds of training, dense phases and pruning counted in. All methods "
-            "have the same epochs, batches and schedule. The dashed line and the cross are the dense network."
+            "have the same epochs, batches and schedule. The dashed line and the cross are the dense network. Below "
+            "are the rows that ran where `Budget` did."
         )
         return save(figure, folder / "arena", caption)
 
