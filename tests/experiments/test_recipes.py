@@ -251,7 +251,7 @@ def test_a_file_that_is_no_recipe_is_refused_by_name(text: str, message: str, tm
         (
             "placement",
             "weights",
-            'must be "shrinkable" or "streams" or "whole" or "everything" or "per_layer" or "blocks"',
+            'must be "shrinkable" or "streams" or "inputs" or "whole" or "everything" or "per_layer" or "blocks"',
         ),
         ("drop_rates", {}, "must be a number for each pattern"),
         ("drop_rates", 0.5, "must be a number for each pattern"),

@@ -180,3 +180,48 @@ def test_a_layer_that_reads_nothing_places_nothing() -> None:
     small = l0.compact(gated)
     assert_same(small(words(3, 7)), by_hand(model, z)(words(3, 7)))
     assert_counted(gated, small, (words(2, 5),))
+
+
+class Table(nn.Module):
+    """Features, of which `scaled` ones are standardised inside, a stream with a norm before each block."""
+
+    def __init__(self, scaled: bool = False):
+        super().__init__()
+        self.stem, self.norm = nn.Linear(7, 6), nn.LayerNorm(6)
+        self.up, self.down, self.head = nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 2)
+        self.scaled = scaled
+        self.register_buffer("mean", torch.linspace(-1, 1, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem((x - self.mean) / 2 if self.scaled else x)
+        return self.head(h + self.down(F.relu(self.up(self.norm(h)))))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_inputs_are_what_the_network_reads_and_no_stream(scaled: bool) -> None:
+    model, x = settled(Table(scaled)), torch.randn(5, 7, dtype=torch.float64)
+    gated = traced.attached(model, x[:2], where=l0.shrinkable(inputs=True)).eval()
+    assert {name: gate.shape.numel() for name, gate in gated.named_gates()} == {"up": 4, "stem.inputs": 7}
+    z = set_gates(gated, {"stem.inputs": [0, 2, 6], "up": [1]})
+    small: Any = l0.compact(gated)
+    theirs = masked_by_hand(model, z, {"stem.inputs": {"stem": each(1)}, "up": {"down": each(1)}})(x)
+    assert_same(gated(x), theirs)
+    assert_same(small(x), theirs)
+    assert (small.stem.weight.shape, small.down.weight.shape) == ((6, 4), (6, 3))
+    unread = x.clone()
+    unread[:, [0, 2, 6]] = 1e6
+    assert_same(small(unread), theirs)
+    assert_counted(gated, small, (x[:2],))
+
+
+def test_inputs_are_gated_where_linear_layers_read_them_alone() -> None:
+    def names(model: nn.Module, x: Tensor) -> list[str]:
+        gated = traced.attached(model, x, where=l0.shrinkable(inputs=True))
+        return [name for name, _ in gated.named_gates()]
+
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    assert names(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)), torch.zeros(2, 3, 2, 2)) == ["0"]
+    assert names(flat, torch.zeros(2, 3, 4)) == ["1.inputs"]
+    assert names(PostNorm(), words(2, 5)) == ["blocks.0.up", "blocks.1.up"]
+    with pytest.raises(ValueError, match=r"; `where=l0.shrinkable\(inputs=True\)` or .* has gates here"):
+        l0.attach(flat, torch.zeros(2, 3, 4))

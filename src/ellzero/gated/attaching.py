@@ -119,8 +119,11 @@ def _would_gate(graph: Graph) -> str:
     """What `shrinkable` would have gates with, and what else would help, in words."""
     if shrinkable()(graph):
         return "; `where=l0.shrinkable()` has gates here"
-    options = (shrinkable(streams=True), shrinkable(parts=True), shrinkable(blocks=True))
-    named = [name for name, where in zip(("streams", "parts", "blocks"), options, strict=True) if where(graph)]
+    options: dict[str, Where] = {
+        "streams": shrinkable(streams=True), "inputs": shrinkable(inputs=True), "parts": shrinkable(parts=True),
+        "blocks": shrinkable(blocks=True),
+    }  # fmt: skip
+    named = [name for name, where in options.items() if where(graph)]
     helps = " or ".join(f"`where=l0.shrinkable({name}=True)`" for name in named)
     computed = any("the parametrization of" in (axis.frozen or "") for axis in graph.axes)
     plain = "; `torch.nn.utils.parametrize.remove_parametrizations` makes weights plain, which can read fewer units"

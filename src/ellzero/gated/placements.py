@@ -38,7 +38,7 @@ class Placement:
 Where = Callable[[Graph], Sequence[Placement]]
 
 
-def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = False) -> Where:
+def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = False, inputs: bool = False) -> Where:
     """One gate per unit of every axis that can shrink, multiplied into all weights that read it.
 
     There is a placement per axis. `l0_norm` counts the weights that read the axis: those that a closed gate sets to
@@ -53,6 +53,8 @@ def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = Fal
         blocks: whether branches are gated as a whole too, those that can go: attention, feed-forward, the block of a
             ResNet. One gate multiplies what a branch ends with, and counts all parameters that only the branch has.
             Closed, these are gone, and so is their place in the module tree.
+        inputs: whether linear layers that read the network's own input, features or pixels, read a part of it: a gate
+            for each. What is left of such a layer picks its inputs (`Select`).
 
     Example:
         >>> where = shrinkable(streams=True)
@@ -61,7 +63,8 @@ def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = Fal
     def where(graph: Graph) -> list[Placement]:
         chosen = [a for a in graph.axes if a.frozen is None and (streams or not a.stream)]
         whole = [Placement(a.name, (a.size,), a.multiplied, _counted(graph, a)) for a in chosen]
-        return whole + (_parts(graph) if parts else []) + (_blocks(graph) if blocks else [])
+        picked = _parts(graph) if parts else _parts(graph, "inputs") if inputs else []
+        return whole + picked + (_blocks(graph) if blocks else [])
 
     return where
 
@@ -82,9 +85,12 @@ def _blocks(graph: Graph) -> list[Placement]:
     return found
 
 
-def _parts(graph: Graph) -> list[Placement]:
-    """The gates on inputs and outputs of linear layers one by one, where what they read or write cannot shrink."""
-    frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
+def _parts(graph: Graph, only: str | None = None) -> list[Placement]:
+    """The gates on inputs and outputs of linear layers one by one, where what they read or write cannot shrink; or on
+    inputs that are the network's own, `only` those.
+    """
+    fits = [a.given if only else a.frozen is not None for a in graph.axes]
+    frozen = np.repeat(fits, [a.size for a in graph.axes])
     found = []
     for tensor in graph.shapes:
         if len(graph.shapes[tensor]) != 2 or tensor not in graph.in_own_module or tensor in graph.two_faced:
@@ -92,7 +98,7 @@ def _parts(graph: Graph) -> list[Placement]:
         sides = {"inputs": graph.reading[tensor]} | ({"outputs": (0,)} if (tensor, (0,)) in graph.written else {})
         for side, dims in sides.items():
             units = graph.units[tensor][dims]
-            if (frozen[units] | (units < 0)).all():
+            if side in (only or side) and (frozen[units] | (units < 0)).all():
                 site = Site(tensor, dims, np.arange(len(units)), "reads" if side == "inputs" else "writes")
                 found.append(Placement(f"{_layer(tensor)}.{side}", (len(units),), (site,), (site,)))
     return found

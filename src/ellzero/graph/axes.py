@@ -76,6 +76,11 @@ class Axis:
         return "heads" if self.heads else "stream" if self.stream else "units"
 
     @property
+    def given(self) -> bool:
+        """Whether its units are the network's own inputs, as they come: features, pixels."""
+        return self.frozen is not None and "the model's input" in self.frozen and not self.stream
+
+    @property
     def multiplied(self) -> tuple[Site, ...]:
         """The sites where gates multiply: the readers, but for experts and units that a norm looks at together."""
         return self.closing or self.readers

@@ -100,9 +100,10 @@ class Fields:
     ] = 0.0
     # gates
     placement: Annotated[
-        Literal["shrinkable", "streams", "whole", "everything", "per_layer", "blocks"] | None,
+        Literal["shrinkable", "streams", "inputs", "whole", "everything", "per_layer", "blocks"] | None,
         'where gates go: "shrinkable", "streams" for residual streams too (LayerNorms of a transformer then subtract '
-        'no mean: `l0.centred`), "whole" for whole branches too, "everything" for both, "per_layer", or "blocks" for '
+        'no mean: `l0.centred`), "inputs" for what linear layers read of the data too, "whole" for whole branches too, '
+        '"everything" for streams and branches, "per_layer", or "blocks" for '
         "the hidden layer of every block of a WRN, each gate counting what makes its map; none for the dense network, "
         "trained by the same loop.",
         Rule(

@@ -53,11 +53,11 @@ def known_costs(recipes: Sequence[Recipe], gated: Gated, times: str | None = Non
 
 def where(recipe: Recipe) -> placements.Where:
     """Where the gates of a recipe go, if it has any: on units, or on single weights, or on both."""
-    only = recipe.facts.blocks if recipe.placement == "blocks" else None
-    units = placements.per_layer(only=only or "*")
-    if recipe.placement in ("shrinkable", "streams", "whole", "everything"):
-        whole = recipe.placement in ("whole", "everything")
-        units = placements.shrinkable(streams=recipe.placement in ("streams", "everything"), blocks=whole)
+    kind = recipe.placement
+    units = placements.per_layer(only=(recipe.facts.blocks if kind == "blocks" else None) or "*")
+    if kind not in ("per_layer", "blocks"):
+        streams, whole = kind in ("streams", "everything"), kind in ("whole", "everything")
+        units = placements.shrinkable(streams=streams, blocks=whole, inputs=kind == "inputs")
     match recipe.gate:
         case "sparse_vd":
             return _weights
