@@ -28,10 +28,10 @@ from ellzero.objectives.watching import moves
 from ellzero.out import shrinking
 from ellzero.out.bounding.driving import Driver, refuse_without, remind
 from ellzero.out.compaction import compact
-from ellzero.out.finalization import MUCH, Uniform, refuse_unreachable
+from ellzero.out.finalization import Uniform, refuse_unreachable
 from ellzero.out.latency.bounds import measured, said, tables, take_tables
 from ellzero.out.latency.cost import Latency
-from ellzero.out.settling import fold_in, recalibrate, settle
+from ellzero.out.settling import fold_in, hasty, recalibrate, settle
 
 # The share of the steps in which gates learn. A small ResNet on CIFAR-100 (`benchmarks/own_loop.py`), 8 epochs, two
 # seeds, 30 and 15 % of the MACs: 47.2 and 52.5 % error with 0.1, 45.6 and 52.2 % with 0.25, 45.9 and 51.3 % with 0.4.
@@ -309,13 +309,8 @@ def _warn_of_haste(budget: Budget) -> None:
     why = "too few steps to choose by; train longer or with a larger `gate_lr`"
     if moves(budget.gated) == budget._start:
         why = "nothing has moved them; give the optimizer `gated.param_groups(…)`, not the model's own"
-    for cost, bound in budget.bounds.items():
-        for name, share, most in _parts(cost, bound, budget.gated):
-            if share > most + MUCH:
-                warn(
-                    f"gates settle after {budget.done} steps with {100 * share:.0f} % of `{name}` kept, of "
-                    f"{100 * most:.4g} % that may be: {why}"
-                )
+    for what in hasty(budget.gated, budget.bounds):
+        warn(f"gates settle after {budget.done} steps with {what}: {why}")
 
 
 def _identity(budget: Budget) -> dict[str, Any]:

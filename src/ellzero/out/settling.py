@@ -19,11 +19,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ellzero import gates
 from ellzero.gated.module import Gated
 from ellzero.graph.tracing import first_line
-from ellzero.objectives.costs import Cost
-from ellzero.out.finalization import Uniform, bring_within, revive
+from ellzero.objectives.costs import Cost, dense, kept, name_of, only
+from ellzero.out.finalization import MUCH, Uniform, bring_within, revive
 from ellzero.out.latency.correcting import chosen_by_the_clock
 
 Bounds = Mapping[Cost, float | Mapping[str, float]]
+
+
+@torch.no_grad()
+def hasty(gated: Gated, bounds: Bounds) -> Iterator[str]:
+    """What is kept of each cost, in words, where it is far above its bound: settling would close nearly by chance."""
+    for cost, bound in bounds.items():
+        for group, most in (bound if isinstance(bound, Mapping) else {None: bound}).items():
+            part = only(cost, group)
+            share = float(kept(part)(gated)) / dense(part, gated)
+            if share > most + MUCH:
+                name = name_of(cost) + ("" if group is None else f" of {group}")
+                yield f"{100 * share:.0f} % of `{name}` kept, of {100 * most:.4g} % that may be"
 
 
 @torch.no_grad()

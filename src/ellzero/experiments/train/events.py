@@ -5,11 +5,13 @@ When it happens is the recipe's and the policy's to say; how tensors become smal
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import numpy as np
 import torch
 
+from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import evaluation
 from ellzero.experiments.train.building import COSTS
 from ellzero.experiments.train.stepping.stack import Objective
@@ -51,6 +53,7 @@ def settle(trainer: Trainer) -> None:
     the same end.
     """
     gated, r = trainer.gated, trainer.recipe
+    _warn_of_haste(trainer, gated, r)
     learned = trainer.runs.evaluate(Objective.watched, values=trainer.values())[0].tolist()  # all that the gates have
     settling.settle(gated, {} if r.at_most is None else {trainer.costs[r.cost]: r.at_most})
     plan = shrinking.propose(gated, ~gated.opens().cpu().numpy(), trainer.policy.multiple)
@@ -65,6 +68,16 @@ def settle(trainer: Trainer) -> None:
     trainer.fix()
 
 
+def _warn_of_haste(trainer: Trainer, gated: Gated, recipe: Recipe) -> None:
+    """Warns where gates had no time to choose, so that what stays is nearly left to chance, as a `Budget` does."""
+    for what in settling.hasty(gated, {} if recipe.at_most is None else {trainer.costs[recipe.cost]: recipe.at_most}):
+        warnings.warn(
+            f"gates settle after epoch {trainer.epoch} with {what}: too few steps to choose by, or too slow ones; train "
+            'longer, in smaller batches, or with `gate_lr` "auto"',
+            stacklevel=2,
+        )
+
+
 def turn(trainer: Trainer) -> None:
     """Ends the epochs with gates that learn, as the recipe says: closes units until targets are met, then tunes."""
     tune(trainer)
@@ -73,6 +86,7 @@ def turn(trainer: Trainer) -> None:
     for run, recipe in enumerate(trainer.recipes):
         gated = cast(Gated, trainer.runs.network(run))
         if recipe.at_most is not None:
+            _warn_of_haste(trainer, gated, recipe)
             bring_within(gated, {trainer.costs[recipe.cost]: recipe.at_most}, fill=True)
         for name, gate in gated.gates.named_parameters():
             own = trainer.runs.values()[f"network.gates.{name}"]
