@@ -105,6 +105,12 @@ class Recipe(Fields):
         return self.l2 > 0 and self.expects and self.optimizer != "adamw" and self.gate_lr != "auto"
 
     @property
+    def moves_apart(self) -> bool:
+        """Whether Adam moves the gates beside SGD: their rate is found for it, or `SelfPacedAscent` is paced by it."""
+        paced = self.at_most is not None and self.dual == "auto"
+        return self.optimizer == "sgd" and (self.gate_lr == "auto" or paced)
+
+    @property
     def centres(self) -> bool:
         """Whether LayerNorms are made to subtract no mean, so that streams can shrink."""
         return self.placement in ("streams", "everything") and self.facts.centres

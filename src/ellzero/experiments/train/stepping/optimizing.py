@@ -18,8 +18,8 @@ from ellzero.experiments.train.stepping.stack import Runs
 class Both(torch.optim.Optimizer):
     """Two optimizers of different parameters as one, whose groups and memory are those of both.
 
-    Gates whose rate is found for Adam are moved by Adam, as by a `Budget`, also where SGD moves the weights: there they
-    have gradients so small that none would close in time.
+    Gates whose rate is found for Adam, or whose multipliers are paced for it, are moved by Adam, as by a `Budget`, also
+    where SGD moves the weights: there they have gradients so small that none would close in time.
     """
 
     def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
@@ -56,7 +56,7 @@ def make_optimizer(recipe: Recipe, runs: Runs, device: torch.device, gate_lr: fl
             decay = 0.0
         decays = rule["name"] != "gates" or r.decay_gates or not r.falls
         by_eq_17 = acts and rule["name"] != "weights"
-        apart = rule["name"] == "gates" and r.gate_lr == "auto" and r.optimizer == "sgd"
+        apart = rule["name"] == "gates" and r.moves_apart
         new = {"rate": rate, "decays": decays, "by_eq_17": by_eq_17, "params": [], "weight_decay": decay}
         new["lr"] = torch.tensor(rate, device=device) if on_gpu else rate  # a captured step reads it each time
         groups.setdefault((rate, decays, by_eq_17, decay, apart), new)["params"].append(values[name])
