@@ -185,3 +185,13 @@ def test_predicted_times_stand_beside_measured_ones(
     assert (row["network"], row["batch"], len(row["rows"])) == ("lenet5", 2, 2)
     assert all(0 < r["macs"] < 1 and r["measured"] > 0 for r in row["rows"])
     assert all(math.isfinite(r["predicted"]) for r in row["rows"])  # of one round, which may be all noise
+
+
+@pytest.mark.slow
+def test_pacing_compares_one_loop_with_and_without_the_bound(benchmark: Any, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "pacing.json"
+    benchmark("pacing").main(["--epochs", "2", "--at-most", "0.1", "--seeds", "1", "--json", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["counts"] for row in rows] == [0.5, None]
+    assert all(0 < row["errors"][0] < 100 and 0 < row["least_kept"][0] <= 1 for row in rows)
+    assert capsys.readouterr().out.count("2 epochs,  10 %") == 2

@@ -1037,7 +1037,21 @@ def test_exponentiated_ascent_follows_the_logarithm_of_the_cost_over_the_target(
             assert constraint.multiplier.item() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["rate", "start", "highest"])
+@pytest.mark.parametrize(("share", "folds"), [(0.2 * 1.3, math.log(1.3)), (0.2 * 4, 0.5), (1.0, 0.5)])
+def test_self_paced_ascent_grows_by_one_fold_at_most_while_a_gate_closes(share: float, folds: float) -> None:
+    """Closing one takes 4/gate_lr steps; a violation that is far off counts as half a fold."""
+    dual = l0.duals.SelfPacedAscent(steps=160, gate_lr=0.1)
+    multiplier, memory = torch.zeros(1), {"level": torch.zeros(1)}
+    for k in range(40):
+        seen = dual.measured(torch.tensor([share - 0.2]), torch.tensor([0.2]))
+        dual.step(multiplier, seen, memory, first=k == 0)
+    assert multiplier.item() == pytest.approx(0.5 * math.exp(2 * folds), rel=1e-4)
+    dual.step(multiplier, torch.tensor([-3.0]), memory, first=False)
+    assert multiplier.item() == 0
+    assert memory["level"].item() == pytest.approx(0.5 * math.exp(2 * folds - 0.025), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rate", "start", "highest", "counts"])
 def test_exponentiated_ascent_takes_positive_numbers(name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be a positive number"):
         l0.duals.ExponentiatedAscent(**{"rate": 0.1, name: 0.0})

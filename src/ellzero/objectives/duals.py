@@ -6,6 +6,7 @@ What a dual optimizer remembers lives with the multipliers. This file knows no c
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from torch import Tensor
 from ellzero.objectives.checking import check_count, check_number
 
 _FOLDS = 100.0  # e-folds of λ in a run of `SelfPacedAscent` that is at e = 2.7 times its target throughout
-_SPEED = 0.5  # e-folds of λ per step and unit of the gates' learning rate, at most
+_SPEED = 0.5  # e-folds of λ per step, unit of violation and unit of the gates' learning rate, at most
+_COUNTS = 0.5  # the violation that counts at most (`benchmarks/pacing.py`)
 
 
 class AbstractDual(ABC):
@@ -128,6 +130,7 @@ class ExponentiatedAscent(AbstractDual):
             fast as they can follow.
         start: ℓ at the beginning.
         highest: where ℓ ends; `start` is the lowest.
+        counts: the largest g that counts, and −g the least; any if infinite.
 
     Raises:
         ValueError: if an argument is not a positive number.
@@ -136,6 +139,7 @@ class ExponentiatedAscent(AbstractDual):
     rate: float
     start: float = 0.5
     highest: float = 1e3
+    counts: float = math.inf
 
     memory: ClassVar[tuple[str, ...]] = ("level",)
     relative: ClassVar[bool] = True
@@ -143,12 +147,15 @@ class ExponentiatedAscent(AbstractDual):
     def __post_init__(self) -> None:
         for name in ("rate", "start", "highest"):
             check_number(f"`{name}` must be a positive number", getattr(self, name), lambda x: x > 0)
+        if not self.counts > 0:
+            raise ValueError(f"`counts` must be a positive number, got {self.counts!r}")
 
     def step(self, multiplier: Tensor, violation: Tensor, memory: Mapping[str, Tensor], first: bool) -> None:
         level = memory["level"]
         if first:
             level.fill_(self.start)
-        level.mul_(violation.mul(self.rate).exp()).clamp_(min=self.start, max=self.highest)
+        folds = violation.clamp(-self.counts, self.counts).mul_(self.rate)
+        level.mul_(folds.exp_()).clamp_(min=self.start, max=self.highest)
         multiplier.copy_(level).masked_fill_(violation <= 0, 0.0)
 
 
@@ -157,11 +164,12 @@ class ExponentiatedAscent(AbstractDual):
 class SelfPacedAscent(AbstractDual):
     """Ascent in log λ at a rate that needs no tuning: `ExponentiatedAscent` with η = min(100/steps, gate_lr/2).
 
-    The level ℓ ← ℓ·exp(η·log(cost/target)), and λ is ℓ where the constraint is violated and 0 where it holds. The
-    first bound is that of a run: at e = 2.7 times its target, λ grows by at most 100 e-folds in all. The second is that
-    of the gates: Adam moves them by about `gate_lr` in a step, so that closing one takes some 4/gate_lr steps, in which
-    λ may grow by two e-folds; faster, and it overshoots before they follow. Goes well with `on="kept"` and
-    `GeometricWarmup`, under which the relative violation that a steady shrinking leaves is the same at every step.
+    The level ℓ ← ℓ·exp(η·g) with g = log(cost/target) within [−½, ½], and λ is ℓ where the constraint is violated and 0
+    where it holds. The first bound is that of a run: λ grows by at most 50 e-folds in all. The second is that of the
+    gates: Adam moves them by about `gate_lr` in a step, so that closing one takes some 4/gate_lr steps, in which λ may
+    grow by one e-fold. What is kept does not answer before a gate is closed: a λ that grows faster closes all of them
+    at once, and the network with them. Goes well with `on="kept"` and `GeometricWarmup`, under which the relative
+    violation that a steady shrinking leaves is the same at every step.
 
     Args:
         steps: of the run, while gates learn.
@@ -186,7 +194,8 @@ class SelfPacedAscent(AbstractDual):
         check_count("steps", self.steps)
         check_number("`gate_lr` must be a positive number", self.gate_lr, lambda x: x > 0)
         # Made once: a compiler cannot follow the checks of another one at each step.
-        object.__setattr__(self, "_ascent", ExponentiatedAscent(min(_FOLDS / self.steps, _SPEED * self.gate_lr)))
+        ascent = ExponentiatedAscent(min(_FOLDS / self.steps, _SPEED * self.gate_lr), counts=_COUNTS)
+        object.__setattr__(self, "_ascent", ascent)
 
     @property
     def rate(self) -> float:

@@ -253,7 +253,7 @@ class Fields:
     optimizer: Annotated[
         Literal["adam", "adamw", "sgd"],
         '"adam", "adamw" (each step takes `lr` × `l2` of every weight matrix, gated or not), or "sgd"; for weights and '
-        'gates, but Adam moves gates whose `gate_lr` is "auto", or under `at_most` with `dual` "auto", as in a `Budget`.',
+        'gates. Adam moves gates whose `gate_lr` is "auto", or under `at_most` with `dual` "auto", as in a `Budget`.',
     ] = "adam"
     lr: Annotated[Positive, "learning rate of the weights."] = 1e-3
     gate_lr: Annotated[

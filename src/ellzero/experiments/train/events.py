@@ -5,7 +5,6 @@ When it happens is the recipe's and the policy's to say; how tensors become smal
 
 from __future__ import annotations
 
-import warnings
 from typing import cast
 
 import numpy as np
@@ -17,6 +16,7 @@ from ellzero.experiments.train.building import COSTS
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
+from ellzero.gates.warning import warn
 from ellzero.out import settling, shrinking
 from ellzero.out.finalization import bring_within
 
@@ -71,11 +71,8 @@ def settle(trainer: Trainer) -> None:
 def _warn_of_haste(trainer: Trainer, gated: Gated, recipe: Recipe) -> None:
     """Warns where gates had no time to choose, so that what stays is nearly left to chance, as a `Budget` does."""
     for what in settling.hasty(gated, {} if recipe.at_most is None else {trainer.costs[recipe.cost]: recipe.at_most}):
-        warnings.warn(
-            f"gates settle after epoch {trainer.epoch} with {what}: too few steps to choose by, or too slow ones; train "
-            'longer, in smaller batches, or with `gate_lr` "auto"',
-            stacklevel=2,
-        )
+        why = "too few steps to choose by; train longer, in smaller batches, or with a larger `gate_lr`"
+        warn(f"gates settle after epoch {trainer.epoch} with {what}: {why}")
 
 
 def turn(trainer: Trainer) -> None:
