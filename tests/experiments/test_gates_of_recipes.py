@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ellzero.experiments.data import scaled
 from ellzero.experiments.papers import get
 from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.sweep import Sweep, run
-from ellzero.experiments.train import evaluation, saver
+from ellzero.experiments.train import building, evaluation, saver
 from ellzero.experiments.train.building import architecture, build
 from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.policy import Policy
@@ -267,3 +268,28 @@ def test_a_recipe_of_before_has_the_digest_that_it_had() -> None:
     plain = get("louizos-mlp")
     assert plain.digest() != plain.override(gate="stg").digest()
     assert plain.from_dict({k: v for k, v in plain.to_dict().items() if k != "gate"}).digest() == plain.digest()
+
+
+class Prenorm(torch.nn.Module):
+    """A residual stream whose norm subtracts its mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = torch.nn.Linear(4, 6), torch.nn.LayerNorm(6)
+        self.up, self.down, self.head = torch.nn.Linear(6, 5), torch.nn.Linear(5, 6), torch.nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x)
+        out: Tensor = self.head(self.norm(h + self.down(self.up(self.norm(h)).relu())))
+        return out
+
+
+def test_streams_that_were_asked_for_and_cannot_shrink_are_told() -> None:
+    x, streams = torch.zeros(2, 4), get("demo").override(placement="streams")
+    gated = l0.attach(Prenorm(), x, where=l0.shrinkable(streams=True))
+    with pytest.warns(UserWarning, match="no residual stream that can shrink: `layer_norm` .*`l0.centred`"):
+        building._warn_of_streams(streams, gated)
+    with warnings.catch_warnings(action="error"):
+        building._warn_of_streams(streams.override(placement="shrinkable"), gated)
+        centred = l0.attach(l0.centred(Prenorm(), (x,)), x, where=l0.shrinkable(streams=True))
+        building._warn_of_streams(streams, centred)

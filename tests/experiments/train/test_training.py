@@ -105,7 +105,7 @@ CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[], l0.Constraint]]] = {
     ),
     "kept params, automatic": (
         {"cost": "params", "at_most": 0.2, "on": "kept", "dual": "auto"},
-        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=l0.duals.ExponentiatedAscent(rate=0.5 * 0.1)),
+        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=l0.duals.ExponentiatedAscent(0.5 * 0.1, counts=0.5)),
     ),
     "params by module, extrapolated, warmed up": (
         {"cost": "params", "at_most": {"fc1": 0.3, "fc2": 0.1}, "dual": "extrapolation", "dual_lr": 0.5,
@@ -391,6 +391,18 @@ def test_finalising_brings_every_run_within_its_target_and_tuning_leaves_it_ther
         assert 0.9 * target < share <= target  # and not by closing more than need be
         assert trainer.history[-2 + run]["kept"]["macs"] == pytest.approx(share, rel=1e-5)
         assert trainer.history[-2 + run]["tuning"]
+
+
+@pytest.mark.parametrize("finalize", [True, False])
+def test_gates_to_be_closed_are_those_that_learned_and_not_their_average(finalize: bool) -> None:
+    r = recipe(cost="macs", at_most=0.3, on="kept", finalize=finalize, finetune_epochs=1, ema=0.99)
+    trainer = Trainer([r], data())
+    list(train_epoch(trainer))
+    raw, averaged = snapshot(trainer), {n: v.clone() for n, v in trainer.values().items()}
+    events.tune(trainer)
+    for name, value in snapshot(trainer).items():
+        assert not torch.equal(raw[name], averaged[name])
+        assert torch.equal(value, raw[name] if finalize and "gates" in name else averaged[name]), name
 
 
 def test_finalising_needs_no_tuning() -> None:

@@ -28,6 +28,7 @@ from ellzero.experiments.train.stepping.stack import NORMS, Part, l2_of_weights
 from ellzero.gated import placements
 from ellzero.gated.attaching import GateMaker, attach
 from ellzero.gated.module import Gated
+from ellzero.gates.warning import warn
 from ellzero.graph.axes import Graph
 from ellzero.graph.trials.centring import centred
 from ellzero.objectives import costs, duals
@@ -102,6 +103,7 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
         with _brief():
             gated = attach(model, (x,), gate=makers, where=where(recipe), graph=known, per_example=recipe.per_example)
         _TRACED[alike] = gated.graph
+        _warn_of_streams(recipe, gated)
     if recipe.init in ("2017", "2018"):
         (networks.initialize_2017 if recipe.init == "2017" else networks.initialize_2018)(model)
     elif recipe.init == "2021":
@@ -109,6 +111,13 @@ def build(recipe: Recipe, dataset: Dataset, device: torch.device) -> nn.Module:
         named = gated.named_gates() if gated and recipe.placement in ("per_layer", "blocks") else ()
         networks.initialize_2021(model, {name: recipe.drop_rate(name) for name, _ in named})
     return (gated or model).to(device)
+
+
+def _warn_of_streams(recipe: Recipe, gated: Gated) -> None:
+    """Warns where streams were asked for, and none of those that are there can shrink."""
+    why = [axis.frozen for axis in gated.axes if axis.stream]
+    if recipe.placement in ("streams", "everything") and why and None not in why:
+        warn(f"`placement` {recipe.placement!r} has found no residual stream that can shrink: {why[0]}")
 
 
 def as_gated(recipe: Recipe, model: nn.Module, x: Tensor) -> nn.Module:

@@ -93,10 +93,13 @@ def turn(trainer: Trainer) -> None:
 
 
 def tune(trainer: Trainer) -> None:
-    """Fixes the gates, so that only the weights move: both from the parameters that count."""
-    values = trainer.values()
+    """Fixes the gates, so that only the weights move: both from the parameters that count. But gates of which some are
+    to be closed stay as they learned: the multiplier pressed those, and their average is still on its way.
+    """
+    values, learned = trainer.values(), trainer.recipe.finalize and trainer.recipe.at_most is not None
     with torch.no_grad():
         for name, value in trainer.runs.values().items():
-            value.copy_(values[name])
+            if not (learned and name.startswith("network.gates.")):
+                value.copy_(values[name])
     trainer.average.active = False
     trainer.fix()
