@@ -7,6 +7,7 @@ import statistics
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean, stdev
 from types import ModuleType
 from typing import Any
 
@@ -158,6 +159,20 @@ def test_the_page_about_choosing_has_the_stored_errors() -> None:
     for settings in ({"epochs": 40, "streams": True}, {"epochs": 40}):
         for share in (0.3, 0.15):
             assert f"{mean_error('budget', share, **settings)} %" in page, (settings, share)
+
+
+def test_the_page_about_choosing_has_what_the_pace_of_multipliers_brings() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "results" / "benchmarks" / "pacing.json").read_text())["rows"]
+    cells: dict[tuple[int, float], str] = {}
+    for row in rows:  # with the bound, then without
+        errors, least = row["errors"], row["least_kept"]
+        told = f"{fmean(errors):.2f} ± {stdev(errors) / len(errors) ** 0.5:.2f} % | {100 * fmean(least):.1f} % |"
+        at = row["epochs"], row["at_most"]
+        cells[at] = f"{cells[at]} {told}" if at in cells else told
+    assert len(cells) == 9
+    for (epochs, at_most), told in cells.items():
+        assert f"| {epochs} | {100 * at_most:.0f} % | {told}" in page
 
 
 def test_the_page_about_choosing_has_the_stored_times() -> None:
