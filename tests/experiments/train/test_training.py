@@ -501,3 +501,10 @@ def test_the_history_has_one_record_for_each_run_and_evaluated_epoch() -> None:
     assert all(
         r["error_best"] == min(h["error"] for h in seen[i::2]) for i, r in enumerate(evaluation.results(trainer))
     )
+
+
+@pytest.mark.parametrize(("ends", "after"), [({"settle_at": 1}, 1), ({"finalize": True}, 2)])
+def test_a_recipe_says_that_its_gates_settle_before_they_could_choose(ends: dict[str, Any], after: int) -> None:
+    r = recipe(cost="macs", at_most=0.2, on="kept", gate_lr=1e-6, epochs=2, **ends)
+    with pytest.warns(UserWarning, match=rf"after epoch {after} with 100 % of `macs` kept, of 20 % that may be"):
+        to_the_end(Trainer([r], data()))
