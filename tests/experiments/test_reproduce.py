@@ -247,6 +247,11 @@ def test_seeds_of_two_occasions_are_one_row(done: Any, tmp_path: Path) -> None:
     first["recipe"]["lr"] = joined["recipe"]["lr"]
     (tmp_path / "first.seed1.json").write_text(json.dumps(first))
     assert stored(made, tmp_path)[0][0]["commit"].endswith(", other")
+    (tmp_path / "first.json").unlink()
+    assert [s["seed"] for s in stored(made, tmp_path)[0][0]["seeds"]] == [1]
+    (tmp_path / "first.seed1.json").write_text("[]")
+    with pytest.raises(StudyError, match=r"first\.seed1\.json' is damaged"):
+        stored(made, tmp_path)
 
 
 def test_what_is_computed_is_stored_with_its_source(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_gates_that_are_left_in_evaluation_are_noticed() -> None:
     assert budget.phase == "tuning"
 
 
-@pytest.mark.parametrize("gone", ["ema", "masked"])
+@pytest.mark.parametrize("gone", ["ema", "masked", "pace"])
 def test_the_state_of_another_version_is_refused(gone: str) -> None:
     _, budget, _ = begun()
     state = budget.state_dict()

@@ -202,6 +202,11 @@ class SelfPacedAscent(AbstractDual):
         """η, e-folds per unit of violation and step."""
         return self._ascent.rate
 
+    @property
+    def counts(self) -> float:
+        """The largest violation that counts."""
+        return self._ascent.counts
+
     def step(self, multiplier: Tensor, violation: Tensor, memory: Mapping[str, Tensor], first: bool) -> None:
         self._ascent.step(multiplier, violation, memory, first)
 

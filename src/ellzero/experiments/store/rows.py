@@ -23,9 +23,10 @@ def file_name(row: str, first_seed: int = 0) -> str:
 
 def read(folder: Path, row: str) -> Record | None:
     """The record of a row in a folder, all its seeds joined, or None; a FolderError says what is wrong."""
-    found = [folder / file_name(row), *sorted(folder.glob(f"{row}.seed*.json"))]
-    parts = [records.read(file) for file in found if file.exists()]
-    for file, part in zip(found, parts, strict=False):
+    there = (folder / file_name(row), *sorted(folder.glob(f"{row}.seed*.json")))
+    found = [file for file in there if file.exists()]
+    parts = [records.read(file) for file in found]
+    for file, part in zip(found, parts, strict=True):
         if not isinstance(part, dict):
             raise FolderError(f"{str(file)!r} is damaged: it is no record")
     return _joined(row, parts) if len(parts) > 1 else parts[0] if parts else None
