@@ -19,6 +19,7 @@ from ellzero.objectives.checking import check_count, check_number
 _FOLDS = 100.0  # e-folds of λ in a run of `SelfPacedAscent` that is at e = 2.7 times its target throughout
 _SPEED = 0.5  # e-folds of λ per step, unit of violation and unit of the gates' learning rate, at most
 _COUNTS = 0.5  # the violation that counts at most (`benchmarks/pacing.py`)
+_START = 0.05  # where ℓ begins, and how low it falls (the same)
 
 
 class AbstractDual(ABC):
@@ -165,11 +166,12 @@ class SelfPacedAscent(AbstractDual):
     """Ascent in log λ at a rate that needs no tuning: `ExponentiatedAscent` with η = min(100/steps, gate_lr/2).
 
     The level ℓ ← ℓ·exp(η·g) with g = log(cost/target) within [−½, ½], and λ is ℓ where the constraint is violated and 0
-    where it holds. The first bound is that of a run: λ grows by at most 50 e-folds in all. The second is that of the
-    gates: Adam moves them by about `gate_lr` in a step, so that closing one takes some 4/gate_lr steps, in which λ may
-    grow by one e-fold. What is kept does not answer before a gate is closed: a λ that grows faster closes all of them
-    at once, and the network with them. Goes well with `on="kept"` and `GeometricWarmup`, under which the relative
-    violation that a steady shrinking leaves is the same at every step.
+    where it holds. ℓ begins at 0.05, far below what a cross-entropy yields to: gates follow the loss first, and are
+    pressed by as much as it takes. The first bound on η is that of a run: λ grows by at most 50 e-folds in all. The
+    second is that of the gates: Adam moves them by about `gate_lr` in a step, so that closing one takes some 4/gate_lr
+    steps, in which λ may grow by one e-fold. What is kept does not answer before a gate is closed: a λ that grows
+    faster closes all of them at once, and the network with them. Goes well with `on="kept"` and `GeometricWarmup`,
+    under which the relative violation that a steady shrinking leaves is the same at every step.
 
     Args:
         steps: of the run, while gates learn.
@@ -194,7 +196,7 @@ class SelfPacedAscent(AbstractDual):
         check_count("steps", self.steps)
         check_number("`gate_lr` must be a positive number", self.gate_lr, lambda x: x > 0)
         # Made once: a compiler cannot follow the checks of another one at each step.
-        ascent = ExponentiatedAscent(min(_FOLDS / self.steps, _SPEED * self.gate_lr), counts=_COUNTS)
+        ascent = ExponentiatedAscent(min(_FOLDS / self.steps, _SPEED * self.gate_lr), start=_START, counts=_COUNTS)
         object.__setattr__(self, "_ascent", ascent)
 
     @property
@@ -203,9 +205,9 @@ class SelfPacedAscent(AbstractDual):
         return self._ascent.rate
 
     @property
-    def counts(self) -> float:
-        """The largest violation that counts."""
-        return self._ascent.counts
+    def pace(self) -> dict[str, float]:
+        """What else decides how λ moves: where ℓ begins, and the largest violation that counts."""
+        return {"start": self._ascent.start, "counts": self._ascent.counts}
 
     def step(self, multiplier: Tensor, violation: Tensor, memory: Mapping[str, Tensor], first: bool) -> None:
         self._ascent.step(multiplier, violation, memory, first)
