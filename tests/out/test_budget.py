@@ -532,6 +532,16 @@ def test_gates_that_settle_before_they_could_choose_are_noticed() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         budget.settle()  # little is closed at once
+    for done, warned in ((39, 1), (40, 0)):  # 40 steps of 0.1 are as far as from open to closed
+        budget = l0.Budget(attached(), macs=0.4, steps=100)
+        for parameter in budget.gated.gates.parameters():
+            with torch.no_grad():
+                parameter.add_(1e-3)  # something has moved it
+        budget.done = done
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            budget.settle()
+        assert len(said) == warned
 
 
 def test_gates_that_are_fixed_stay_so_in_training_mode() -> None:

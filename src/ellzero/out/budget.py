@@ -306,10 +306,10 @@ def _parts(cost: Cost, bound: float | Mapping[str, float], gated: Gated) -> Iter
 
 def _warn_of_haste(budget: Budget) -> None:
     """Warns where gates had no time to choose, so that what stays is nearly left to chance."""
-    why = "too few steps to choose by; train longer or with a larger `gate_lr`"
+    why, travelled = "too few steps to choose by; train longer or with a larger `gate_lr`", budget.done * budget.gate_lr
     if moves(budget.gated) == budget._start:
-        why = "nothing has moved them; give the optimizer `gated.param_groups(…)`, not the model's own"
-    for what in hasty(budget.gated, budget.bounds):
+        why, travelled = "nothing has moved them; give the optimizer `gated.param_groups(…)`, not the model's own", 0.0
+    for what in hasty(budget.gated, budget.bounds, travelled):
         warn(f"gates settle after {budget.done} steps with {what}: {why}")
 
 

@@ -23,13 +23,16 @@ from ellzero.objectives.costs import Cost, dense, kept, name_of, only
 from ellzero.out.finalization import MUCH, Uniform, bring_within, revive
 from ellzero.out.latency.correcting import chosen_by_the_clock
 
+CHOICE = 4.0  # how far log α goes when a gate chooses: from nearly open to closed
 Bounds = Mapping[Cost, float | Mapping[str, float]]
 
 
 @torch.no_grad()
-def hasty(gated: Gated, bounds: Bounds) -> Iterator[str]:
-    """What is kept of each cost, in words, where it is far above its bound: settling would close nearly by chance."""
-    for cost, bound in bounds.items():
+def hasty(gated: Gated, bounds: Bounds, travelled: float) -> Iterator[str]:
+    """What is kept of each cost, in words, where it is far above its bound and log α could not go as far as a choice
+    takes: settling would close nearly by chance. Gates that had the time have learned what to close, open or not.
+    """
+    for cost, bound in bounds.items() if travelled < CHOICE else ():
         for group, most in (bound if isinstance(bound, Mapping) else {None: bound}).items():
             part = only(cost, group)
             share = float(kept(part)(gated)) / dense(part, gated)

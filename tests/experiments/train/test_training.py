@@ -508,3 +508,15 @@ def test_a_recipe_says_that_its_gates_settle_before_they_could_choose(ends: dict
     r = recipe(cost="macs", at_most=0.2, on="kept", gate_lr=1e-6, epochs=2, **ends)
     with pytest.warns(UserWarning, match=rf"after epoch {after} with 100 % of `macs` kept, of 20 % that may be"):
         to_the_end(Trainer([r], data()))
+
+
+def test_a_recipe_whose_gates_had_the_time_to_choose_settles_in_silence_where_the_rest_is_tuned() -> None:
+    r = recipe(cost="macs", at_most=0.2, on="kept", gate_lr=1e-6, epochs=2, settle_at=1)
+    trainer = Trainer([r], data())
+    steps = trainer.policy.steps_per_epoch
+    assert trainer.travelled == 0
+    trainer._gate_lr = 4.0 / steps  # as if they had moved by so much in each step
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        to_the_end(trainer)
+    assert trainer.travelled == pytest.approx(8.0)

@@ -70,7 +70,9 @@ def settle(trainer: Trainer) -> None:
 
 def _warn_of_haste(trainer: Trainer, gated: Gated, recipe: Recipe) -> None:
     """Warns where gates had no time to choose, so that what stays is nearly left to chance, as a `Budget` does."""
-    for what in settling.hasty(gated, {} if recipe.at_most is None else {trainer.costs[recipe.cost]: recipe.at_most}):
+    bounds = {} if recipe.at_most is None else {trainer.costs[recipe.cost]: recipe.at_most}
+    tuned = recipe.settles or recipe.finetune_epochs  # else what is closed at once is left as it is
+    for what in settling.hasty(gated, bounds, trainer.travelled if tuned else 0.0):
         why = "too few steps to choose by; train longer, in smaller batches, or with a larger `gate_lr`"
         warn(f"gates settle after epoch {trainer.epoch} with {what}: {why}")
 

@@ -75,7 +75,8 @@ class Trainer:
         self.lagrangian = building.lagrangian(
             self.recipes, parts, dense, images=images, steps=steps, device=self.device, known=self.costs
         )
-        self.optimizer = make_optimizer(recipe, self.runs, self.device, building.gate_rate(recipe, steps - self.alone))
+        self._gate_lr = building.gate_rate(recipe, steps - self.alone)
+        self.optimizer = make_optimizer(recipe, self.runs, self.device, self._gate_lr)
         self.average = Average(self.runs.values(), recipe.ema, self.policy.average_begins)
         self.step = Step(recipe, self.runs, self.lagrangian, self.optimizer, self.average, self.device)
         self.epoch = self.position = 0  # epochs that are done, and steps in the present one
@@ -100,6 +101,13 @@ class Trainer:
     def steps_done(self) -> int:
         """Steps of every run so far."""
         return self.epoch * self.policy.steps_per_epoch + self.position
+
+    @property
+    def travelled(self) -> float:
+        """How far log α of a gate can have gone by Adam, which takes a step of the rate; by SGD nothing is known: 0."""
+        by_adam = self.recipe.optimizer != "sgd" or self.recipe.moves_apart
+        rate = self.recipe.lr if self._gate_lr is None else self._gate_lr
+        return (self.steps_done - self.alone) * rate if by_adam else 0.0
 
     @property
     def done(self) -> bool:
