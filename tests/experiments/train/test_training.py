@@ -7,6 +7,7 @@ noise of the trainer. Tiny data; nothing here asks whether training is any good.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, cast
