@@ -109,7 +109,7 @@ def measured(name: str) -> dict[str, float]:
             model(**example) if isinstance(example, dict) else model(*example)
         forwards.append(time.process_time() - start)
     before, start = _peak(), time.process_time()
-    gated = l0.attach(model, example)
+    gated = l0.attach(model, example, where=l0.shrinkable(inputs=False))  # hidden units alone, in every network
     attached, attach_memory = time.process_time() - start, (_peak() - before) / size
     l0.finalize(gated, 0.7, cost=l0.macs)
     start = time.process_time()

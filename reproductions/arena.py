@@ -7,12 +7,13 @@
 
 Three networks at 10, 20, 35 and 50 % of their dense MACs. All methods have one loop (SGD with momentum, cosine
 schedule, the same batches in the same order, nothing averaged) and the same epochs; dense training counts. Ours is a
-`Budget` with its defaults. Torch-Pruning (the package itself) prunes after half of the epochs and fine-tunes for the
+`Budget` with its defaults, which on the MLP has gates on pixels too; `budget-hidden` keeps them all, as the rivals do.
+Torch-Pruning (the package itself) prunes after half of the epochs and fine-tunes for the
 other half. `arena-split` tests on images that are held out of the training set: no setting is chosen by a test image.
 """
 
 from ellzero.experiments.arena.contest import DENSE, Contest
-from ellzero.experiments.arena.ours import CHANGED, FAMILIES, INPUTS
+from ellzero.experiments.arena.ours import CHANGED, FAMILIES, HIDDEN, INPUTS
 from ellzero.experiments.arena.showing import draw, says, table
 from ellzero.experiments.study import Study
 
@@ -20,7 +21,6 @@ TARGETS = (0.1, 0.2, 0.35, 0.5)
 FAMILY = "bernoulli"  # the other family of gates, by `arena-split` on the MLP at 10 %: results/arena-split-8/
 METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
 OTHERS = (*(name for name in FAMILIES if name != FAMILY), *CHANGED)  # to choose it and the defaults by
-PIXELS = "budget-inputs"  # takes pixels away too, as no rival does: beside the fight, where pixels are what costs most
 NETWORKS = {"lenet300": "mnist", "lenet5": "mnist", "resnet-56": "cifar10"}
 EPOCHS = 20
 
@@ -32,7 +32,7 @@ def contests(split: bool) -> tuple[Contest, ...]:
         data = f"{whole}-split" if split else whole
         out.append(Contest(network, DENSE, 1.0, data, EPOCHS))
         for at_most in TARGETS:
-            methods = METHODS + (PIXELS,) * (network == "lenet300" and not split)
+            methods = METHODS + tuple(HIDDEN) * (network == "lenet300")  # the one whose inputs have gates by default
             methods += (OTHERS + tuple(INPUTS) * (network != "resnet-56")) * split
             out += [Contest(network, method, at_most, data, EPOCHS) for method in methods]
     return tuple(out)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-import ellzero as l0
 from ellzero.out.latency import regions
 from support import ROOT
 from support.scripts import loaded
@@ -100,16 +99,16 @@ def test_inference_is_measured_at_the_architecture_of_the_paper(benchmark: Any) 
 def test_a_gated_step_is_one_of_training_under_a_constraint(benchmark: Any) -> None:
     networks = benchmark("step_overhead")
     x, y = torch.randn(4, 1, 28, 28), torch.randint(10, (4,))
-    for step in (networks.dense_step, partial(networks.gated_step, where=l0.shrinkable())):
+    for step in (networks.dense_step, partial(networks.gated_step, where=networks.hidden())):
         model = networks.MLP()
         before = [p.clone() for p in model.parameters()]
         step(model, x, y, False)()
         assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("where", [l0.shrinkable, l0.per_layer])
+@pytest.mark.parametrize("where", ["shrinkable", "per_layer"])
 def test_a_gated_step_and_the_one_by_hand_do_the_same(
-    benchmark: Any, where: Any, monkeypatch: pytest.MonkeyPatch
+    benchmark: Any, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From equal weights, gates and noise, five steps of both lead to equal weights, gates and multipliers, and a sixth
     with gates that are nearly closed, within the target, lets the multiplier begin again.
@@ -120,10 +119,10 @@ def test_a_gated_step_and_the_one_by_hand_do_the_same(
     x, y = torch.randn(4, 1, 28, 28), torch.randint(10, (4,))
     ours, theirs = networks.MLP(), networks.MLP()
     theirs.load_state_dict(ours.state_dict())
-    inputs = where is l0.per_layer
+    inputs = where == "per_layer"
     ends = []
     for model, make in (
-        (ours, partial(networks.gated_step, where=where())),
+        (ours, partial(networks.gated_step, where=networks.WHERE[where]())),
         (theirs, partial(networks.step_by_hand, inputs=inputs)),
     ):
         step = make(model, x, y, False)

@@ -168,6 +168,15 @@ def test_inspect_tells_repeated_layers_on_one_line_unless_it_is_asked_for_all(ru
     assert all([f"{k}", "4", f"{k}", f"{k + 1}", "can shrink"] in table for k in range(12))
 
 
+def test_inspect_tells_which_layers_have_gates_on_their_inputs(run: Run) -> None:
+    _, out, _ = run("inspect", "nets:make", "--input", "1,4")
+    assert "Gates on what layers read of the model's input: 0 (4)." in out
+    _, out, _ = run("inspect", "nets:make", "--input", "1,4", "--json")
+    assert json.loads(out)["inputs"] == {"0": 4}  # four inputs, three outputs
+    _, out, _ = run("inspect", "nets:deep", "--input", "1,4")
+    assert "Gates on what" not in out  # as many outputs as inputs
+
+
 @pytest.mark.slow
 def test_inspect_leaves_no_reason_out(run: Run) -> None:
     _, out, _ = run("inspect", "nets:Normed", "--input", "1,4", "--json")
@@ -181,7 +190,8 @@ def test_inspect_json_has_every_tensor(run: Run) -> None:
     code, out, _ = run("inspect", "nets:LeNet", "--input", "1,1,28,28", "--json")
     assert code == 0
     content = json.loads(out)
-    assert list(content) == ["model", "axes", "unreached"]
+    assert list(content) == ["model", "axes", "inputs", "unreached"]
+    assert content["inputs"] == {}  # a convolution reads them
     assert content["unreached"] == ["spare.weight", "spare.bias"]
     conv2 = next(a for a in content["axes"] if a["name"] == "conv2")
     assert conv2 == {
@@ -334,7 +344,7 @@ def test_as_a_program(server: processes.Server, tmp_path: Path) -> None:
     ).said.splitlines()
     assert (first, second, third) == ("code 0", "code 1", "code 2")
     assert answer[0] == "nets:make: Sequential, 23 parameters"
-    assert answer[-1] == "1 of 3 axes can shrink, 3 units in all."
+    assert answer[-2] == "1 of 3 axes can shrink, 3 units in all."
     # Torch says much more of it, on its own.
     assert untraceable.startswith("ellzero: error: the model cannot be traced with `--input`: ")
     assert wrong == "ellzero: error: `nets:number` must give an nn.Module, got int"

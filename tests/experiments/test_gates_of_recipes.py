@@ -293,3 +293,14 @@ def test_streams_that_were_asked_for_and_cannot_shrink_are_told() -> None:
         building._warn_of_streams(streams.override(placement="shrinkable"), gated)
         centred = l0.attach(l0.centred(Prenorm(), (x,)), x, where=l0.shrinkable(streams=True))
         building._warn_of_streams(streams, centred)
+
+
+def test_pixels_have_gates_where_the_library_has_them_by_default() -> None:
+    for placement in ("shrinkable", "streams", "inputs", "everything"):
+        gated: Any = build(recipe(network="lenet300", placement=placement), data(), CPU)
+        assert {name for name, _ in gated.named_gates()} == {"fc1", "fc2", "fc1.inputs"}
+    for outputs, placement, given in ((2, "shrinkable", True), (4, "shrinkable", False), (4, "inputs", True)):
+        model = torch.nn.Sequential(torch.nn.Linear(3, outputs), torch.nn.ReLU(), torch.nn.Linear(outputs, 2))
+        where = building.where(get("demo").override(placement=placement))
+        names = [p.name for p in l0.attach(model, torch.zeros(2, 3), where=where).placements]
+        assert names == ["0", *["0.inputs"] * given]

@@ -56,7 +56,7 @@ class Blocks(nn.Module):
 @settings(max_examples=15)
 def test_expected_entries_are_the_mean_over_all_states(width: int, hidden: list[int], streams: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    options = {"where": l0.shrinkable(streams=True)} if streams or not hidden else {}
+    options = {"where": l0.shrinkable(streams=streams or not hidden, inputs=False)}
     gated = traced.attached(Blocks(width, hidden), torch.zeros(2, 2), **options)
     p = torch.rand(gated.liveness.size, dtype=torch.float64)
     mean = 0.0

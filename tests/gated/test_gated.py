@@ -914,7 +914,7 @@ def test_nothing_to_gate_is_refused_with_the_reasons() -> None:
     with pytest.raises(ValueError, match=r"`model` has nothing to gate: .*`a`: `softmax` mixes its units"):
         l0.attach(Softmaxed(), torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"`model` has nothing to gate: .*the model's output; .*the model's input"):
-        l0.attach(nn.Linear(3, 2), torch.zeros(2, 3))
+        l0.attach(nn.Linear(2, 3), torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"`model` has nothing to gate: no weight reads what another one writes$"):
         l0.attach(nn.ReLU(), torch.zeros(2, 3))
 
@@ -932,8 +932,8 @@ def test_nothing_to_gate_names_the_options_that_have_gates() -> None:
             x = self.stem(x)
             return self.head(x + self.block(x))
 
-    names = ("streams", "parts", "blocks")
-    nets: list[nn.Module] = [Stream(), Softmaxed(), nn.Linear(3, 2), nn.ReLU()]
+    names = ("streams", "inputs", "parts", "blocks")
+    nets: list[nn.Module] = [Stream(), Softmaxed(), nn.Linear(3, 3), nn.ReLU()]
     for model in nets:
         words = told(model)
         for name in names:
@@ -1175,9 +1175,9 @@ def test_what_is_flat_is_split_by_placement() -> None:
 @pytest.mark.slow
 def test_threads_attach_one_after_the_other() -> None:
     """Torch's tracer has one state for all threads, and would say that the model cannot be traced."""
-    nets = [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2)) for width in (3, 4, 5, 6)]
+    nets = [nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2)) for width in (3, 4, 5, 6)]
     with ThreadPoolExecutor(4) as threads:
-        gated = list(threads.map(lambda net: l0.attach(net, torch.zeros(1, 4)), nets))
+        gated = list(threads.map(lambda net: l0.attach(net, torch.zeros(1, 2)), nets))
     assert [gate.shape for g in gated for _, gate in g.named_gates()] == [(3,), (4,), (5,), (6,)]
 
 
@@ -1192,7 +1192,7 @@ def test_garbage_collection_is_left_as_it_is(frozen: bool) -> None:
         l0.attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
         assert (gc.get_freeze_count() > 0) is before is frozen
         with pytest.raises(ValueError, match="nothing to gate"):
-            l0.attach(nn.Linear(4, 3), torch.zeros(1, 4))
+            l0.attach(nn.Linear(4, 4), torch.zeros(1, 4))
         assert (gc.get_freeze_count() > 0) is frozen
     finally:
         gc.unfreeze()

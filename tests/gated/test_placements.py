@@ -95,8 +95,8 @@ def test_per_layer_of_fully_connected_layers_may_share_a_stream() -> None:
 
 
 def test_shrinkable_leaves_input_and_output_alone() -> None:
-    gated = traced.attached(mlp(4, 3, 5, 2), torch.zeros(1, 4))
-    assert [(name, gate.shape.numel()) for name, gate in gated.named_gates()] == [("0", 3), ("2", 5)]
+    gated = traced.attached(mlp(4, 5, 3, 2), torch.zeros(1, 4))
+    assert [(name, gate.shape.numel()) for name, gate in gated.named_gates()] == [("0", 5), ("2", 3)]
     frozen = {a.name: a.frozen for a in gated.axes if a.frozen}
     assert "input" in frozen["0.input"]
     assert "output" in frozen["4"]
@@ -127,6 +127,7 @@ def test_streams_are_gated_only_when_asked_for() -> None:
         (l0.per_layer, l0.per_layer()),
         (partial(l0.per_layer, only="[02]"), l0.per_layer(only="[02]")),
         (partial(l0.shrinkable, streams=True), l0.shrinkable(streams=True)),
+        (partial(l0.shrinkable, inputs=False), l0.shrinkable(inputs=False)),
     ],
 )
 def test_a_placement_without_its_call_counts_as_called(short: Any, called: Any) -> None:

@@ -66,7 +66,7 @@ def _cached() -> tuple[nn.Module, Any]:
     return transformers.GPT2LMHeadModel(config), torch.zeros(2, 5, dtype=torch.long)
 
 
-EXPERTS = {"a": nn.Linear(4, 6), "r": nn.Linear(4, 2), "e": nn.Linear(6, 3), "f": nn.Linear(6, 3)}
+EXPERTS = {"a": nn.Linear(4, 6), "r": nn.Linear(4, 4), "e": nn.Linear(6, 3), "f": nn.Linear(6, 3)}
 REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "routed mixture": (lambda: (net(_routed, **EXPERTS), X), "`e`: `linear` in `e` has as many entries as the data"),
     "narrow by an item": (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import ellzero as l0
-from support.oracles import assert_counted, assert_same, by_name, every_state, scattered, set_gates
+from support.oracles import HIDDEN, assert_counted, assert_same, by_name, every_state, scattered, set_gates
 
 
 class Mixer(nn.Module):
@@ -171,8 +171,8 @@ def cubed_by_layer(opens: dict[str, list[bool]]) -> int:
 
 
 SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], object, Callable[[dict[str, list[bool]]], int]]] = {
-    "tokens": (lambda: Mixer(3, (3, 2)), (1, 5, 6), l0.shrinkable(), mixed),
-    "from the left": (lambda: FromTheLeft(2, (2, 2)), (1, 5, 6), l0.shrinkable(), mixed),
+    "tokens": (lambda: Mixer(3, (3, 2)), (1, 5, 6), HIDDEN, mixed),
+    "from the left": (lambda: FromTheLeft(2, (2, 2)), (1, 5, 6), HIDDEN, mixed),
     "outer product": (Outer, (1, 2, 3), l0.shrinkable(), outer),
     "cubes": (Cubic, (1, 3), STREAM, cubed),
     "cubes, by layer": (lambda: Cubic(2), (1, 3), l0.per_layer(), cubed_by_layer),

@@ -19,7 +19,7 @@ from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph, Site
 from ellzero.objectives import costs
 from support import traced
-from support.oracles import COSTS, by_name, every_state, measured, open_exactly, scattered
+from support.oracles import COSTS, HIDDEN, by_name, every_state, measured, open_exactly, scattered
 from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStream, Tied, TwoReaders, lenet, mlp
 
 Opens = dict[str, list[bool]]
@@ -382,11 +382,11 @@ def test_breakdown_of_a_cost_without_parts_is_empty() -> None:
 
 
 def test_floor_is_what_frozen_layers_cost() -> None:
-    gated = traced.attached(mlp(4, 3, 2), torch.zeros(1, 4))
+    gated = traced.attached(mlp(4, 3, 2), torch.zeros(1, 4), where=HIDDEN)
     assert costs.floor(l0.params, gated) == (2.0, ["2"])  # the output's bias
     assert costs.floor(l0.macs, gated) == (0.0, [])
     assert costs.floor(costs.kept(l0.params), gated) == (4 + 1 + 2 + 2, ["0", "2"])  # one hidden unit stays
-    least, layers = costs.floor(l0.params, traced.attached(Residual(), torch.zeros(2, 2)))
+    least, layers = costs.floor(l0.params, traced.attached(Residual(), torch.zeros(2, 2), where=HIDDEN))
     assert (least, layers) == (6 + 3 + 12 + 3 + 8, ["square", "stem", "head", "down"])
 
 
@@ -477,7 +477,7 @@ def test_what_is_kept_is_planned_anew_where_other_gates_are_open_alone(monkeypat
         return plan(gated, **options)
 
     monkeypatch.setattr(l0.Gated, "plan", counted)
-    gated = l0.attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
+    gated = l0.attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4), where=HIDDEN)
     ((_, gate),) = gated.named_gates()
     for closed, units, plans in (([], 3, 1), ([], 3, 1), ([0], 2, 2), ([0], 2, 2), ([], 3, 3)):
         with torch.no_grad():

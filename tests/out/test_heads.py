@@ -17,7 +17,17 @@ from ellzero.graph.plan import make_plan
 from support import traced
 from support.attention import MASKS, PROJECTIONS, Attention
 from support.loops import Loop, driven
-from support.oracles import assert_counted, assert_same, counted_macs, each, masked_by_hand, numel, set_gates, settled
+from support.oracles import (
+    HIDDEN,
+    assert_counted,
+    assert_same,
+    counted_macs,
+    each,
+    masked_by_hand,
+    numel,
+    set_gates,
+    settled,
+)
 
 
 def draw(*shape: int) -> Tensor:
@@ -36,7 +46,7 @@ KINDS = [
 @pytest.mark.parametrize(("projections", "written", "mask", "angles"), KINDS)
 def test_heads_that_are_closed_go(projections: str, written: bool, mask: str, angles: bool) -> None:
     model = settled(Attention(projections=projections, written=written, mask=mask, angles=angles, norms=angles))
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     name = "q" if projections == "apart" else "qkv"
     assert {found: gate.shape.numel() for found, gate in gated.named_gates()} == {name: 4}
     z = set_gates(gated, {name: [0, 2]})
@@ -52,7 +62,7 @@ def test_heads_that_are_closed_go(projections: str, written: bool, mask: str, an
 
 def test_as_many_examples_and_places_as_heads_hide_nothing() -> None:
     model = settled(Attention(projections="unbind"))
-    gated = l0.attach(model, draw(4, 4, 8)).eval()
+    gated = l0.attach(model, draw(4, 4, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"qkv": [0, 2]})
     small: Any = l0.compact(gated)
     assert small.num_heads == 2
@@ -61,7 +71,7 @@ def test_as_many_examples_and_places_as_heads_hide_nothing() -> None:
 
 def test_written_keys_that_serve_all_heads_stay_and_heads_go() -> None:
     model = settled(Attention(heads=6, groups=1, written=True))
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"q": [0, 2, 3]})
     small: Any = l0.compact(gated)
     assert (small.num_heads, small.num_kv_heads) == (3, 1)
@@ -93,7 +103,7 @@ class Latent(nn.Module):
 @pytest.mark.parametrize("closed", [[1], [0, 3], [0, 1, 2]], ids=len)
 def test_heads_of_keys_that_are_put_together_in_place(closed: list[int]) -> None:
     model = settled(Latent())
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"q": closed})
     small: Any = l0.compact(gated)
     assert (small.q.out_features, small.kv.out_features) == (6 * (4 - len(closed)), 7 * (4 - len(closed)))
@@ -118,7 +128,7 @@ class Drawn(nn.Module):
 
 def test_what_is_drawn_into_empty_room_freezes_it() -> None:
     with pytest.raises(ValueError, match="`a`: `bernoulli` draws a number for each of its units, in evaluation too"):
-        l0.attach(Drawn(), torch.randn(2, 8))
+        l0.attach(Drawn(), torch.randn(2, 8), where=HIDDEN)
 
 
 class Lone(Attention):
@@ -137,7 +147,7 @@ class Lone(Attention):
 
 def test_queries_that_share_a_head_of_keys_go_one_by_one() -> None:
     model = settled(Lone(groups=1, size=4))
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"q": [0, 3]})
     small: Any = l0.compact(gated)
     assert (small.num_heads, small.num_kv_heads, small.k.out_features) == (2, 1, 4)
@@ -148,7 +158,7 @@ def test_queries_that_share_a_head_of_keys_go_one_by_one() -> None:
 
 def test_keys_and_values_from_elsewhere() -> None:
     model = settled(Attention(crossed=True))
-    gated = l0.attach(model, (draw(2, 5, 8), draw(2, 3, 8))).eval()
+    gated = l0.attach(model, (draw(2, 5, 8), draw(2, 3, 8)), where=HIDDEN).eval()
     z = set_gates(gated, {"q": [3]})
     x, other = draw(3, 2, 8), draw(3, 6, 8)
     small = l0.compact(gated)
@@ -158,7 +168,7 @@ def test_keys_and_values_from_elsewhere() -> None:
 
 def test_all_heads_may_close_where_a_residual_carries_on() -> None:
     model = settled(Attention())
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     set_gates(gated, {"q": range(4)})
     x = draw(3, 7, 8)
     small = l0.compact(gated)
@@ -186,7 +196,7 @@ def test_torchs_own_attention_never_gets_no_heads(monkeypatch: pytest.MonkeyPatc
         heads.append(q.shape[1])
         return own(q, *others)
 
-    gated = l0.attach(settled(Counting()), draw(2, 5, 8)).eval()
+    gated = l0.attach(settled(Counting()), draw(2, 5, 8), where=HIDDEN).eval()
     set_gates(gated, {"q": range(4)})
     small, x = l0.compact(gated), draw(3, 7, 8)
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
@@ -199,7 +209,7 @@ def test_torchs_own_attention_never_gets_no_heads(monkeypatch: pytest.MonkeyPatc
 def test_sizes_that_are_equal_by_chance_are_told_apart(heads: int) -> None:
     """As many heads as dimensions of one, as many heads of keys as queries for each."""
     model = settled(Attention(heads=heads * heads, groups=heads, size=heads, written=True))
-    gated = l0.attach(model, draw(2, heads, 8)).eval()
+    gated = l0.attach(model, draw(2, heads, 8), where=HIDDEN).eval()
     each_of = heads * heads // dict(gated.named_gates())["q"].shape.numel()  # two queries go with their keys alone
     assert each_of == (2 if heads == 2 else 1)
     z = set_gates(gated, {"q": range(heads // each_of)})
@@ -223,7 +233,7 @@ class Odd(nn.Module):
 
 
 def test_how_a_number_is_used_tells_what_it_means() -> None:
-    gated = l0.attach(settled(Odd()), draw(2, 5, 8)).eval()
+    gated = l0.attach(settled(Odd()), draw(2, 5, 8), where=HIDDEN).eval()
     set_gates(gated, {"q": [1]})
     small: Any = l0.compact(gated)
     assert (small.first, small.second) == (2, 3)
@@ -232,7 +242,7 @@ def test_how_a_number_is_used_tells_what_it_means() -> None:
 
 def test_a_stack_of_blocks_has_heads_of_its_own_in_each() -> None:
     model = settled(nn.Sequential(Attention(), nn.LayerNorm(8), Attention(projections="chunk", written=True)))
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"0.q": [1, 2, 3], "2.qkv": [0]})
     small: Any = l0.compact(gated)
     assert (small[0].num_heads, small[2].num_heads) == (1, 3)
@@ -245,7 +255,7 @@ def test_a_stack_of_blocks_has_heads_of_its_own_in_each() -> None:
 
 def test_a_removal_that_is_undone_gives_the_number_of_heads_back() -> None:
     model = settled(Attention())
-    graph = l0.attach(model, draw(2, 5, 8)).graph
+    graph = l0.attach(model, draw(2, 5, 8), where=HIDDEN).graph
     (axis,) = (k for k, a in enumerate(graph.axes) if a.frozen is None)
     alive = np.ones(graph.offsets[-1], dtype=bool)
     alive[graph.offsets[axis] + 1] = False
@@ -272,7 +282,7 @@ class Trained(nn.Module):
 
 
 def budgeted(**options: Any) -> Loop:
-    gated = traced.attached(Trained().double(), draw(2, 5, 8)).train()
+    gated = traced.attached(Trained().double(), draw(2, 5, 8), where=HIDDEN).train()
     sgd = torch.optim.SGD(gated.param_groups(lr=1e-2), momentum=0.9)
     x, y = draw(4, 5, 8), draw(4, 5, 8).roll(1, 1)
     own = {"macs": 0.6, "steps": 40, "learning": 0.5, "ema": 0.9}
@@ -357,7 +367,7 @@ def test_heads_of_transformers_are_gated_and_exact(kind: str) -> None:
     call, calls = {name: example}, {name: others}
     if kind in ("Bart", "T5"):
         call["decoder_input_ids"], calls["decoder_input_ids"] = example[:, :3], others
-    gated = l0.attach(model, call).eval()
+    gated = l0.attach(model, call, where=HIDDEN).eval()
     sizes = {found: gate.shape.numel() for found, gate in gated.named_gates()}
     heads = {found: size for found, size in sizes.items() if size != 12}
     assert all("att" in found.lower() for found in heads)
@@ -432,4 +442,4 @@ class Talking(Attention):
 )
 def test_what_cannot_go_is_refused(kind: type[Attention], size: int, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        l0.attach(settled(kind(size=size)), draw(2, 5, 8))
+        l0.attach(settled(kind(size=size)), draw(2, 5, 8), where=HIDDEN)

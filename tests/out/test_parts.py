@@ -224,4 +224,4 @@ def test_inputs_are_gated_where_linear_layers_read_them_alone() -> None:
     assert names(flat, torch.zeros(2, 3, 4)) == ["1.inputs"]
     assert names(PostNorm(), words(2, 5)) == ["blocks.0.up", "blocks.1.up"]
     with pytest.raises(ValueError, match=r"; `where=l0.shrinkable\(inputs=True\)` or .* has gates here"):
-        l0.attach(flat, torch.zeros(2, 3, 4))
+        l0.attach(nn.Sequential(nn.Flatten(), nn.Linear(12, 12)), torch.zeros(2, 3, 4))

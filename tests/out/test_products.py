@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from support.attention import Attention
-from support.oracles import assert_counted, assert_same, set_gates, settled
+from support.oracles import HIDDEN, assert_counted, assert_same, set_gates, settled
 
 
 def draw(*shape: int) -> Tensor:
@@ -24,7 +24,7 @@ def draw(*shape: int) -> Tensor:
 def assert_exact(model: Any, closed: Mapping[str, list[int]], by_hand: Mapping[str, tuple[str, int, int]]) -> Any:
     """Closes units and compares: `by_hand` has for each parameter its gates, their dimension, and entries per unit."""
     settled(model)
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     assert {*closed} == {name for name, _ in gated.named_gates()}
     z = set_gates(gated, closed)
     hand = copy.deepcopy(model)

@@ -17,7 +17,7 @@ import ellzero as l0
 from ellzero.graph.axes import Served
 from ellzero.graph.plan import level
 from support.attention import Attention
-from support.oracles import assert_counted, assert_same, each, masked_by_hand, scattered, set_gates, settled
+from support.oracles import HIDDEN, assert_counted, assert_same, each, masked_by_hand, scattered, set_gates, settled
 
 # How attention is computed; how many queries a head of keys keeps at least: one that repeats takes another way for one.
 LEAST = {"one": 1, "written": 2}
@@ -30,7 +30,7 @@ def draw(*shape: int) -> Tensor:
 @functools.cache
 def made(kind: str, heads: int = 8, groups: int = 2) -> tuple[Any, l0.Gated]:
     model = settled(Attention(heads=heads, groups=groups, written=kind == "written", angles=True, norms=True))
-    return model, l0.attach(model, draw(2, 5, 8)).eval()
+    return model, l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
 
 
 def left(closed: list[int], rows: int, least: int) -> tuple[int, int]:
@@ -80,7 +80,7 @@ class Fused(nn.Module):
 @pytest.mark.parametrize("closed", [[0, 5], [0, 1, 2, 3], [1, 2, 3, 5, 6, 7]], ids=["two", "a head", "all but two"])
 def test_queries_that_lie_in_one_weight_with_their_keys(closed: list[int]) -> None:
     model = settled(Fused())
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"attn": closed})
     small: Any = l0.compact(gated)
     assert (small.n_head, small.n_query_groups) == left(closed, 2, 1)
@@ -108,7 +108,7 @@ class Uneven(nn.Module):
 
 def test_where_keys_and_values_serve_other_numbers_of_queries_all_go_at_once() -> None:
     model = settled(Uneven())
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"q": [1]})
     small: Any = l0.compact(gated)
     assert (small.heads, small.keys, small.values) == (4, 1, 2)
@@ -133,7 +133,7 @@ class Lone(nn.Module):
 
 def test_a_lone_head_of_keys_serves_what_is_left_also_where_the_example_does_not_show_it() -> None:
     model = settled(Lone())
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"q": [0, 3]})
     small: Any = l0.compact(gated)
     assert small.n_rep == 2
@@ -157,7 +157,7 @@ class Twice(nn.Module):
 
 def test_one_query_of_a_lone_head_of_keys_may_be_left_in_each_layer() -> None:
     model = settled(Twice())
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     for closed in ([0, 1, 3], [1, 2, 3]), ([2], [0, 1, 2]), ([0, 2], [1, 3]):
         z = set_gates(gated, {f"layers.{k}.q": queries for k, queries in enumerate(closed)})
         small: Any = l0.compact(gated)
@@ -209,7 +209,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 def test_queries_of_a_lone_head_of_keys_that_the_forward_repeats(way: str, angles: bool) -> None:
     model = settled(Shared(way, angles))
-    gated = l0.attach(model, draw(2, 6, 8)).eval()
+    gated = l0.attach(model, draw(2, 6, 8), where=HIDDEN).eval()
     for closed in ([0], [1, 3], [0, 1, 2, 4], [1, 2, 3, 4]):
         z = set_gates(gated, {"q": closed})
         small, hand = l0.compact(gated), masked_by_hand(model, z, {"q": {"out": each(4)}})
@@ -228,7 +228,7 @@ def test_queries_of_a_lone_head_of_keys_that_the_forward_repeats(way: str, angle
 def test_queries_under_a_norm_stay_where_the_values_of_a_closed_one_are_not_zero(way: str) -> None:
     model = settled(Shared(way, norm=True))
     with pytest.raises(ValueError, match=r"`q`: `\w+` gives something that is not zero where a unit is closed"):
-        l0.attach(model, draw(2, 6, 8), where=l0.shrinkable(streams=True))
+        l0.attach(model, draw(2, 6, 8), where=l0.shrinkable(streams=True, inputs=False))
 
 
 class Parallel(nn.Module):
@@ -249,7 +249,7 @@ class Parallel(nn.Module):
 
 def test_heads_and_units_side_by_side_in_one_weight_go_by_numbers_that_are_kept() -> None:
     model = settled(Parallel())
-    gated = l0.attach(model, draw(2, 5, 8)).eval()
+    gated = l0.attach(model, draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"into": [1, 2], "into#2": [0, 1, 4]})
     small: Any = l0.compact(gated)
     assert (small.heads, small.hidden) == (2, 3)
@@ -263,7 +263,7 @@ def test_heads_and_units_side_by_side_in_one_weight_go_by_numbers_that_are_kept(
 
 def test_queries_that_a_number_in_the_code_cuts_are_refused() -> None:
     with pytest.raises(ValueError, match="`attn`: the model does not run with a unit of it removed"):
-        l0.attach(settled(Fused(literal=True)), draw(2, 5, 8))
+        l0.attach(settled(Fused(literal=True)), draw(2, 5, 8), where=HIDDEN)
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_finalize_leaves_no_room_and_no_gate_open_for_nothing(kind: str, cost: A
 @pytest.mark.slow
 def test_uniform_layers_keep_as_many_queries_and_keys() -> None:
     layers = [Attention(heads=8, groups=2, angles=True) for _ in range(2)]
-    gated = l0.attach(settled(nn.Sequential(*layers)), draw(2, 5, 8)).eval()
+    gated = l0.attach(settled(nn.Sequential(*layers)), draw(2, 5, 8), where=HIDDEN).eval()
     for seed, (at_most, expected) in enumerate([(0.9, (6, 2)), (0.55, (4, 1)), (0.45, (3, 1)), (0.3, (1, 1))]):
         set_gates(gated, {"0.q": [0, 1, 2, 3, 4]}, seed)
         l0.finalize(gated, at_most, fill=True, uniform="blocks")
@@ -343,7 +343,7 @@ def test_queries_of_a_llama(how: str, least: int) -> None:
         **sizes, vocab_size=20, num_key_value_heads=2, use_cache=False, attn_implementation=how
     )
     model = settled(transformers.LlamaModel(config))
-    gated = l0.attach(model, {"input_ids": torch.arange(10).reshape(2, 5)}).eval()
+    gated = l0.attach(model, {"input_ids": torch.arange(10).reshape(2, 5)}, where=HIDDEN).eval()
     for closed in ([0, 6], [0, 1, 2, 5, 6, 7], [4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]):
         z = set_gates(gated, {"layers.0.self_attn.q_proj": closed})
         small: Any = l0.compact(gated)

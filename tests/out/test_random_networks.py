@@ -28,7 +28,7 @@ def masked_by_units(model: Drawn, gated: l0.Gated, z: dict[str, Tensor]) -> nn.M
     value: dict[int, Tensor] = {}
     axes = {a.name: a for a in gated.axes}
     for name, gates in z.items():
-        for site in axes[name].sites:
+        for site in axes[name].sites if name in axes else ():
             layer = site.tensor.removeprefix("layers.").removesuffix(".weight")
             if site.dims == (0,) and site.tensor.endswith(".weight") and (layer, 0) in rows:
                 for row, unit in enumerate(site.units.tolist()):
@@ -38,6 +38,8 @@ def masked_by_units(model: Drawn, gated: l0.Gated, z: dict[str, Tensor]) -> nn.M
                         )
     one = torch.ones((), dtype=torch.float64)
     factors = {name: torch.stack([value.get(u, one) for u in units]) for name, units in reads.items()}
+    for name in factors:  # what the layer itself reads of the data has gates of its own
+        factors[name] = factors[name] * z.get(f"layers.{name}.inputs", one)
     return masked_by_hand(model, factors, {name: {f"layers.{name}": same} for name in factors})
 
 
@@ -86,10 +88,10 @@ def assert_found(model: Drawn, gated: l0.Gated, x: Tensor) -> None:
 def some_closed(gated: l0.Gated, random: np.random.Generator) -> tuple[dict[str, list[int]], int]:
     """Gates to close by placement, and in how many placements those are all."""
     closed, emptied = {}, 0
-    gates = dict(gated.named_gates())
-    for (name, gate), axis in zip(gates.items(), [a for a in gated.axes if a.name in gates], strict=True):
+    axes = {a.name: a for a in gated.axes}
+    for name, gate in gated.named_gates():
         order = random.permutation(gate.shape.numel())
-        every = random.random() < (0.3 if axis.can_vanish else 0.05)
+        every = random.random() < (0.0 if name not in axes else 0.3 if axes[name].can_vanish else 0.05)
         closed[name] = order[: len(order) if every else random.integers(0, len(order))].tolist()
         emptied += every
     return closed, emptied

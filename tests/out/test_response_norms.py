@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from support.formers import Responding
-from support.oracles import assert_counted, assert_same, set_gates, settled
+from support.oracles import HIDDEN, assert_counted, assert_same, set_gates, settled
 
 
 def draw(*shape: int) -> Tensor:
@@ -50,8 +50,8 @@ def test_a_norm_that_a_function_holds_is_replaced_there_too() -> None:
     """Or the compact network would go on with the norm, and the weights, of another one."""
     model: Any = settled(nn.Sequential(Responding(8, 6)))
     with pytest.raises(ValueError, match=r"`mean` in `0.norm` mixes its units, which `l0.centred` may do away with"):
-        l0.attach(model, draw(2, 5, 8))
-    gated = l0.attach(l0.centred(model, draw(2, 5, 8)), draw(2, 5, 8)).eval()
+        l0.attach(model, draw(2, 5, 8), where=HIDDEN)
+    gated = l0.attach(l0.centred(model, draw(2, 5, 8)), draw(2, 5, 8), where=HIDDEN).eval()
     z = set_gates(gated, {"0.up": [0, 2, 3]})["0.up"]
     small: Any = l0.compact(gated)
     hand = copy.deepcopy(model)

@@ -17,7 +17,7 @@ import ellzero as l0
 from ellzero.graph import ClosedAxisError
 from ellzero.graph.standins import Closed
 from support.formers import Mixture
-from support.oracles import assert_counted, assert_same, set_gates, settled
+from support.oracles import HIDDEN, assert_counted, assert_same, set_gates, settled
 
 
 def draw(*shape: int) -> Tensor:
@@ -80,12 +80,12 @@ def by_hand(model: Any, experts: Tensor, units: Tensor) -> Any:
 @pytest.mark.parametrize("scores", ["layer", "renormalised", "whole", "picked first"])
 def test_experts_go_with_their_rows_of_the_router(scores: str) -> None:
     model: Any = settled(Experts(scores))
-    reasons = [str(axis.frozen) for axis in l0.attach(model, draw(2, 5, 8)).axes if axis.size == 4]
+    reasons = [str(axis.frozen) for axis in l0.attach(model, draw(2, 5, 8), where=HIDDEN).axes if axis.size == 4]
     assert reasons
     assert all(reason.endswith("which `l0.routed` may do away with") for reason in reasons), reasons
     routed = l0.routed(model, draw(2, 5, 8))
     assert torch.equal(routed(draw(3, 7, 8)), model(draw(3, 7, 8)))
-    gated = l0.attach(routed, draw(2, 5, 8)).eval()
+    gated = l0.attach(routed, draw(2, 5, 8), where=HIDDEN).eval()
     for closed, left in (([1], 3), ([0, 3], 2), ([0, 1, 2], 2)):  # two are picked: so many stay
         z = set_gates(gated, {"router": closed, "up": [0, 2, 4]})
         small, hand = l0.compact(gated), by_hand(model, z["router"], z["up"])
@@ -97,7 +97,7 @@ def test_experts_go_with_their_rows_of_the_router(scores: str) -> None:
 
 
 def attached() -> l0.Gated:
-    return l0.attach(l0.routed(settled(Experts("layer")), draw(2, 5, 8)), draw(2, 5, 8))
+    return l0.attach(l0.routed(settled(Experts("layer")), draw(2, 5, 8)), draw(2, 5, 8), where=HIDDEN)
 
 
 @pytest.mark.slow

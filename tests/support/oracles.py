@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ellzero as l0
 
+HIDDEN = l0.shrinkable(inputs=False)  # where a test counts the gates of units, and few of them read many inputs
+
 Spread = Callable[[Tensor], Tensor]
 Readers = Mapping[str, Mapping[str, Spread]]  # placement -> layer that reads it -> how z lies on the layer's input
 

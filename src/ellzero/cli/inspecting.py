@@ -16,6 +16,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from ellzero import page
 from ellzero.cli.console import FAILED, CommandError, few, quiet, refuse, say, show, show_json
 from ellzero.experiments.data import importing
+from ellzero.gated.placements import shrinkable
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.tracing import TraceError, as_inputs, trace
 from ellzero.graph.trials.rehearsal import proven
@@ -36,7 +37,8 @@ def inspect(
     full: bool = False,
     json: bool = False,
 ) -> None:
-    """Print the axes of a model: what can shrink, what writes and reads it, and why the rest is frozen.
+    """Print the axes of a model: what can shrink, what writes and reads it, and why the rest is frozen; also which
+    layers get gates on what they read of its input.
 
     For example: ellzero inspect my_models:LeNet --input 1,1,28,28
 
@@ -48,7 +50,7 @@ def inspect(
             float64, int, int32 or bool.
         streams: take residual streams for axes that can shrink, as `l0.shrinkable(streams=True)` does.
         full: list every axis; without it, those of repeated layers share a line where there are more than twelve.
-        json: print JSON: axes with all tensors that they lie on.
+        json: print JSON: axes with all tensors that they lie on, and the layers with gates on their inputs.
     """
     inputs = tuple(example(text) for text in input)
     refuse(not inputs, "`--input` must be given once for each argument of the model, such as --input 1,1,28,28")
@@ -58,11 +60,21 @@ def inspect(
             graph = proven(model, trace(model, inputs, watch=turns), as_inputs(inputs))
         except TraceError as error:
             raise CommandError(str(error).replace("`example_inputs`", "`--input`"), FAILED) from error
-    views = [_view(axis, streams) for axis in graph.axes]
+    views, picked = [_view(axis, streams) for axis in graph.axes], _picked(graph)
     if json:
-        show_json({"model": target, "axes": views, "unreached": list(graph.unreached)})
+        show_json({"model": target, "axes": views, "inputs": picked, "unreached": list(graph.unreached)})
     else:
-        show(_table(target, model, graph, views, fold=not full and len(views) > MANY))
+        lines = _table(target, model, graph, views, fold=not full and len(views) > MANY)
+        read = few([f"{layer} ({units:,})" for layer, units in picked.items()])
+        more = [Text(f"Gates on what layers read of the model's input: {', '.join(read)}.")] if picked else []
+        show(Group(lines, *more))
+
+
+def _picked(graph: Graph) -> dict[str, int]:
+    """The layers that pick their inputs with `l0.shrinkable()`, and how many they have."""
+    units = {placement.name for placement in shrinkable(inputs=False)(graph)}
+    found = [placement for placement in shrinkable()(graph) if placement.name not in units]
+    return {placement.name.removesuffix(".inputs"): placement.shape[0] for placement in found}
 
 
 def _view(axis: Axis, streams: bool) -> dict[str, Any]:

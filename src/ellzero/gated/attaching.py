@@ -57,7 +57,7 @@ def attach(
             drop_rate=0.3)`; or several by the pattern (as in `fnmatch`) of the placement's name, the first that
             matches counting. The default ones are nearly open: in evaluation the network is what it was, to the bit.
         where: which gates there are: `l0.shrinkable()`, `l0.per_layer()`, `l0.weights("pattern")`, or any function of
-            the graph. Without arguments, the parentheses may be left out.
+            the graph. Without arguments, the parentheses may be left out. `l0.shrinkable(inputs=False)` keeps inputs.
         axes: axes by hand, for a model that `torch.export` cannot trace; `macs` has no meaning then.
         graph: `another.graph`, of the same network with other numbers in it, which need not be traced again.
         limit: seconds that tracing may take.
@@ -78,7 +78,7 @@ def attach(
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> gated = attach(net, torch.zeros(1, 4))
         >>> [(name, tuple(gate.shape)) for name, gate in gated.named_gates()]
-        [('0', (3,))]
+        [('0', (3,)), ('0.inputs', (4,))]
     """
     _refuse_unfit(model, where)
     if apply not in ("weights", "activations") or (per_example and apply != "weights"):

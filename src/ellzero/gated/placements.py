@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 
 from ellzero.graph.axes import Axis, Graph, Site
 
@@ -38,8 +39,11 @@ class Placement:
 Where = Callable[[Graph], Sequence[Placement]]
 
 
-def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = False, inputs: bool = False) -> Where:
-    """One gate per unit of every axis that can shrink, multiplied into all weights that read it.
+def shrinkable(
+    *, streams: bool = False, parts: bool = False, blocks: bool = False, inputs: bool | None = None
+) -> Where:
+    """One gate per unit of every axis that can shrink, multiplied into all weights that read it; and one per feature or
+    pixel that a linear layer with more inputs than outputs reads.
 
     There is a placement per axis. `l0_norm` counts the weights that read the axis: those that a closed gate sets to
     zero; of experts (`l0.routed`), all that they have. Where an RMSNorm looks at all units of an axis, gates multiply
@@ -54,7 +58,9 @@ def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = Fal
             ResNet. One gate multiplies what a branch ends with, and counts all parameters that only the branch has.
             Closed, these are gone, and so is their place in the module tree.
         inputs: whether linear layers that read the network's own input, features or pixels, read a part of it: a gate
-            for each. What is left of such a layer picks its inputs (`Select`).
+            for each. What is left of such a layer picks its inputs (`Select`). `None` means those layers that have more
+            inputs than outputs, most of whose MACs go with their inputs, and with `parts` all; `False` keeps all that
+            the network reads.
 
     Example:
         >>> where = shrinkable(streams=True)
@@ -63,7 +69,8 @@ def shrinkable(*, streams: bool = False, parts: bool = False, blocks: bool = Fal
     def where(graph: Graph) -> list[Placement]:
         chosen = [a for a in graph.axes if a.frozen is None and (streams or not a.stream)]
         whole = [Placement(a.name, (a.size,), a.multiplied, _counted(graph, a)) for a in chosen]
-        picked = _parts(graph) if parts else _parts(graph, "inputs") if inputs else []
+        picked = [] if inputs is False else _given(graph, wide=inputs is None)
+        picked = _parts(graph, inputs is not False) if parts else picked
         return whole + picked + (_blocks(graph) if blocks else [])
 
     return where
@@ -85,23 +92,52 @@ def _blocks(graph: Graph) -> list[Placement]:
     return found
 
 
-def _parts(graph: Graph, only: str | None = None) -> list[Placement]:
-    """The gates on inputs and outputs of linear layers one by one, where what they read or write cannot shrink; or on
-    inputs that are the network's own, `only` those.
+def _parts(graph: Graph, inputs: bool = True) -> list[Placement]:
+    """The gates on inputs and outputs of linear layers one by one, where what they read or write cannot shrink; without
+    `inputs`, not on the network's own.
     """
-    fits = [a.given if only else a.frozen is not None for a in graph.axes]
-    frozen = np.repeat(fits, [a.size for a in graph.axes])
+    frozen = _among(graph, lambda axis: axis.frozen is not None and (inputs or not axis.given))
     found = []
-    for tensor in graph.shapes:
-        if len(graph.shapes[tensor]) != 2 or tensor not in graph.in_own_module or tensor in graph.two_faced:
-            continue
+    for tensor in _layers(graph):
         sides = {"inputs": graph.reading[tensor]} | ({"outputs": (0,)} if (tensor, (0,)) in graph.written else {})
-        for side, dims in sides.items():
-            units = graph.units[tensor][dims]
-            if side in (only or side) and (frozen[units] | (units < 0)).all():
-                site = Site(tensor, dims, np.arange(len(units)), "reads" if side == "inputs" else "writes")
-                found.append(Placement(f"{_layer(tensor)}.{side}", (len(units),), (site,), (site,)))
+        found += [_part(graph, tensor, side, at) for side, at in sides.items() if _lies(graph, tensor, at, frozen)]
     return found
+
+
+def _given(graph: Graph, wide: bool) -> list[Placement]:
+    """The gates on what linear layers read of the network's own input: of all, or of those that are `wide`, with more
+    inputs than outputs.
+    """
+    given = _among(graph, lambda axis: axis.given)
+    found = []
+    for tensor in _layers(graph):
+        outputs, inputs = graph.shapes[tensor]
+        if (inputs > outputs or not wide) and _lies(graph, tensor, graph.reading[tensor], given):
+            found.append(_part(graph, tensor, "inputs", graph.reading[tensor]))
+    return found
+
+
+def _among(graph: Graph, fits: Callable[[Axis], bool]) -> npt.NDArray[np.bool_]:
+    """For every unit, whether its axis fits."""
+    return np.repeat([fits(axis) for axis in graph.axes], [axis.size for axis in graph.axes]).astype(bool)
+
+
+def _layers(graph: Graph) -> list[str]:
+    """The weights of linear layers that can do without some of their inputs or outputs."""
+    flat = [t for t, shape in graph.shapes.items() if len(shape) == 2 and t in graph.reading]
+    return [t for t in flat if t in graph.in_own_module and t not in graph.two_faced]
+
+
+def _lies(graph: Graph, tensor: str, dims: tuple[int, ...], among: npt.NDArray[np.bool_]) -> bool:
+    """Whether all units along a dimension are such ones."""
+    units = graph.units[tensor][dims]
+    return bool((among[units] | (units < 0)).all())
+
+
+def _part(graph: Graph, tensor: str, side: str, dims: tuple[int, ...]) -> Placement:
+    size = len(graph.units[tensor][dims])
+    site = Site(tensor, dims, np.arange(size), "reads" if side == "inputs" else "writes")
+    return Placement(f"{_layer(tensor)}.{side}", (size,), (site,), (site,))
 
 
 def per_layer(*, only: str = "*") -> Where:

@@ -78,7 +78,7 @@ class Axis:
     @property
     def given(self) -> bool:
         """Whether its units are the network's own inputs, as they come: features, pixels."""
-        return self.frozen is not None and "the model's input" in self.frozen and not self.stream
+        return self.frozen is not None and "the model's input" in self.frozen and not (self.stream or self.writers)
 
     @property
     def multiplied(self) -> tuple[Site, ...]:

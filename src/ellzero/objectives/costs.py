@@ -46,9 +46,9 @@ def l0_norm(gated: Gated, *, kept: bool = False, only: str | None = None) -> Ten
         only: pattern of gate names.
 
     Example:
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+        >>> net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
         >>> from ellzero.gated.attaching import attach
-        >>> dense(l0_norm, attach(net, torch.zeros(1, 4)))  # 3 gates on the second layer's inputs, 2 weights each
+        >>> dense(l0_norm, attach(net, torch.zeros(1, 2)))  # 3 gates on the second layer's inputs, 2 weights each
         6.0
     """
     p = _open(gated, kept)

@@ -70,7 +70,7 @@ class Budget:
         ema: decay of an average of the small network's weights, which `finish` hands over in their place; none if
             `None`.
         uniform: "blocks" if layers whose names differ in numbers alone are to keep as many units, as stock classes of
-            Hugging Face ask for (`finalize`).
+            Hugging Face ask for (`finalize`); these pick no inputs (`l0.shrinkable(inputs=False)`).
 
     Attributes:
         done: optimizer steps so far.

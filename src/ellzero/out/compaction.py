@@ -86,12 +86,12 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
 
     Example:
         >>> from ellzero.gated.attaching import attach
-        >>> gated = attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
+        >>> gated = attach(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 2))
         >>> for _, gate in gated.named_gates():
         ...     gate.close_(torch.tensor([False, True, False]))
         >>> compact(gated)
         Sequential(
-          (0): Linear(in_features=4, out_features=2, bias=True)
+          (0): Linear(in_features=2, out_features=2, bias=True)
           (1): ReLU()
           (2): Linear(in_features=2, out_features=2, bias=True)
         )

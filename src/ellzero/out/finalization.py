@@ -105,7 +105,7 @@ def revive(gated: Gated) -> None:
     Example:
         >>> from torch import nn
         >>> from ellzero.gated.attaching import attach
-        >>> gated = attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
+        >>> gated = attach(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 2))
         >>> for _, gate in gated.named_gates():
         ...     gate.close_(torch.tensor([True, True, True]))
         >>> revive(gated)
@@ -135,11 +135,11 @@ def refuse_unreachable(
     Example:
         >>> from torch import nn
         >>> from ellzero.gated.attaching import attach
-        >>> gated = attach(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 4))
-        >>> refuse_unreachable(gated, 10 / 23)  # of 15 + 8 parameters, 5 + 4 are left with one unit
-        >>> refuse_unreachable(gated, 8 / 23)
+        >>> gated = attach(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), torch.zeros(1, 2))
+        >>> refuse_unreachable(gated, 8 / 17)  # of 9 + 8 parameters, 3 + 4 are left with one unit
+        >>> refuse_unreachable(gated, 6 / 17)
         Traceback (most recent call last):
-        ValueError: `at_most` must be at least 0.3913 of the dense cost, what is left with ...
+        ValueError: `at_most` must be at least 0.4118 of the dense cost, what is left with ...
     """
     _check_uniform(uniform)
     everything = torch.ones_like(gated.opens(), dtype=torch.bool)

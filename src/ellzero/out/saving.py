@@ -266,10 +266,10 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
     for layer, slim in structure.slims.items():
         put_slim(modules[layer], **slim)
     for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
-        put_select(modules[layer], tensors[names[f"{layer}.select.index"]])
+        put_select(modules[layer], tensors[names[_inside(layer, "select.index")]])
     for layer in {id(modules[layer]): layer for layer in structure.scatters}.values():
-        outputs = members[f"{layer}.weight"].shape[0]
-        put_scatter(modules[layer], tensors[names[f"{layer}.scatter.index"]], outputs)
+        outputs = members[_inside(layer, "weight")].shape[0]
+        put_scatter(modules[layer], tensors[names[_inside(layer, "scatter.index")]], outputs)
     pad(modules.values())
 
 
@@ -314,6 +314,11 @@ def _is_scatter(model: nn.Module, path: str) -> bool:
 def members_of(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer under every name it has."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+
+
+def _inside(layer: str, name: str) -> str:
+    """The full name of what a layer has; a model may be one layer, without a name of its own."""
+    return f"{layer}.{name}" if layer else name
 
 
 def _lies_in(name: str, layers: Iterable[str]) -> bool:
@@ -392,8 +397,8 @@ def _check(
     for layer, groups in structure.groups.items():
         if not isinstance(conv := modules[layer], _GROUPED) or not 1 <= groups <= conv.groups:
             refuse(f"`{layer}` is a convolution in {groups} groups")
-    selects = {f"{layer}.select.index": layer for layer in structure.selects}
-    scatters = {f"{layer}.scatter.index": layer for layer in structure.scatters}
+    selects = {_inside(layer, "select.index"): layer for layer in structure.selects}
+    scatters = {_inside(layer, "scatter.index"): layer for layer in structure.scatters}
     expected |= {*selects, *scatters}
     if expected != stored.keys():
         missing, unexpected = sorted(expected - stored.keys()), sorted(stored.keys() - expected)
@@ -412,7 +417,7 @@ def _check(
         for name, layer in picks.items():
             if not isinstance(modules[layer], kind) or layer in structure.closed:
                 refuse(f"`{layer}` is a {'linear' if dim == 0 else 'linear or convolutional'} layer")
-            index, weight = tensors[stored[name]], f"{layer}.weight"
+            index, weight = tensors[stored[name]], _inside(layer, "weight")
             most, left = members[weight].shape[dim], tensors[stored[weight]].shape[dim]
             if index.dtype != torch.int64 or index.shape != (left,) or not bool(((index >= 0) & (index < most)).all()):
                 refuse(f"`{name}` does not pick {left} of at most {most} {'inputs' if dim else 'outputs'}")

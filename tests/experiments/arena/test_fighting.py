@@ -214,8 +214,8 @@ def test_equal_seeds_and_macs_are_paired_over_all_cells_by_hand() -> None:
 
 
 def test_a_changed_budget_is_named_by_its_change() -> None:
-    titles = [showing.title(method) for method in ("budget", "stg", "budget-keep-90")]
-    assert titles == ["Budget", "Budget, stg", "Budget, keep-90"]
+    titles = [showing.title(method) for method in ("budget", "budget-hidden", "stg", "budget-keep-90")]
+    assert titles == ["Budget", "Budget, inputs kept", "Budget, stg", "Budget, keep-90"]
 
 
 @pytest.mark.slow
@@ -257,6 +257,11 @@ def test_the_arena_has_twelve_cells_and_its_split_has_them_on_other_images() -> 
     changed = {(c.network, c.method) for c in split.contests if c.method.startswith("budget-")}
     assert {n for n, m in changed if m == "budget-keep-90"} == {"lenet300", "lenet5", "resnet-56"}
     assert {n for n, m in changed if m == "budget-inputs"} == {"lenet300", "lenet5"}  # streams have several writers
+    # Without gates on inputs: where there are some by default.
+    assert {(c.network, c.at_most) for c in fought if c.method == "budget-hidden"} == {
+        (network, at_most) for network, at_most in cells if network == "lenet300"
+    }
+    assert {c.method for c in fought if c.method.startswith("budget-")} == {"budget-hidden"}
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def test_all_parameters_are_gates_or_weights_and_all_are_trained(size: int) -> N
 def test_networks_with_buffers_train_alone_only() -> None:
     def normed() -> Objective:
         net = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-        made = l0.attach(net, torch.zeros(2, 8))
+        made = l0.attach(net, torch.zeros(2, 8), where=l0.shrinkable(inputs=False))
         return Objective(made, [(l0.l0_norm, None)])
 
     with pytest.raises(ValueError, match=r"buffers \(batch norm\) cannot be stacked"):

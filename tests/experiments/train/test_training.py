@@ -146,7 +146,7 @@ def test_multipliers_follow_the_kept_cost_where_they_are_told_to() -> None:
         next(train_epoch(trainer))
         return trainer.lagrangian.multiplier.item()
 
-    kept = (784 * 150 + 150 * 50 + 50 * 10) / (784 * 300 + 300 * 100 + 100 * 10)
+    kept = (392 * 150 + 150 * 50 + 50 * 10) / (784 * 300 + 300 * 100 + 100 * 10)
     assert first_multiplier("kept") == pytest.approx(kept - 0.1, rel=1e-5)
     assert abs(first_multiplier("expected") - (kept - 0.1)) > 0.01
 
@@ -292,7 +292,7 @@ def test_an_epoch_is_a_function_of_seed_and_epoch() -> None:
     stack, alone = Trainer([a, b], data()), Trainer([b], data())
     order, noise = stack.supply.epoch(stack.epoch)
     assert order.shape == (5, 2, BATCH)
-    assert noise.shape == (5, 2, 2, 32 + 12)  # steps, runs, draws, gates
+    assert noise.shape == (5, 2, 2, 784 + 32 + 12)  # steps, runs, draws, gates
     for run in range(2):
         assert sorted(order[:, run].flatten().tolist()) == list(range(TRAIN))
     torch.rand(3)  # torch's own generator has no part in it

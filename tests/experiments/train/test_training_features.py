@@ -183,10 +183,12 @@ def l2_by_hand(r: Recipe, gated: l0.Gated) -> dict[str, Tensor]:
     out |= {name: torch.zeros_like(v) for name, v in values.items() if name.startswith("gates.")}
     fixed = r.l2 * r.l2_gated_factor
     for name, _ in gated.named_gates():
-        log_alpha = values[f"gates.{name}.log_alpha"].detach()
+        key = f"gates.{name.replace('.', '/')}.log_alpha"
+        log_alpha = values[key].detach()
         p = torch.sigmoid(log_alpha - 2 / 3 * math.log(0.1 / 1.1))  # P(z ≠ 0), eq. 12
         # A convolution's gate counts all that makes its map; a fully connected layer's the weights that read its unit.
-        layer = name if r.placement == "per_layer" else {"fc1": "fc2", "fc2": "fc3"}[name]
+        read = {"fc1.inputs": "fc1", "fc1": "fc2", "fc2": "fc3"}
+        layer = name if r.placement == "per_layer" else read[name]
         own = (
             [f"model.{layer}.weight", f"model.{layer}.bias"] if layer.startswith("conv") else [f"model.{layer}.weight"]
         )
@@ -198,7 +200,7 @@ def l2_by_hand(r: Recipe, gated: l0.Gated) -> dict[str, Tensor]:
             others = [d for d in range(w.ndim) if d != along]
             squares = w.square().sum(others) if others else w.square()
             if not r.detach_l2:
-                out[f"gates.{name}.log_alpha"] += fixed / 2 * p * (1 - p) * squares
+                out[key] += fixed / 2 * p * (1 - p) * squares
     return out
 
 

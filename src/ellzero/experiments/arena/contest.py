@@ -26,6 +26,7 @@ METHODS: dict[str, Method] = {
     OURS: ours.budget,
     **ours.FAMILIES,
     **ours.CHANGED,
+    **ours.HIDDEN,
     **ours.INPUTS,
     **rivals.RIVALS,
     "narrow": scratch.narrow,

@@ -13,7 +13,7 @@ from ellzero import gates
 from ellzero.experiments.arena.bout import Bout, Method
 from ellzero.experiments.arena.loop import DECAY, RATE
 from ellzero.gated.attaching import attach
-from ellzero.gated.placements import per_layer
+from ellzero.gated.placements import per_layer, shrinkable
 from ellzero.out.budget import LEARNING, Budget
 
 
@@ -58,7 +58,9 @@ CHANGED: dict[str, Method] = {
     "budget-first-20-learning-20": partial(budget, first=0.2, learning=0.2),
     "budget-keep-90-learning-20": partial(budget, gate=_starting(0.9), learning=0.2),
 }
-# Gates on the inputs of linear layers too, pixels among them: not for residual streams, which several layers write.
+# All inputs stay, as with every rival: by default the pixels that a wide linear layer reads have gates too.
+HIDDEN: dict[str, Method] = {"budget-hidden": partial(budget, where=shrinkable(inputs=False))}
+# Gates on the inputs of all linear layers, as in the papers: not for residual streams, which several layers write.
 INPUTS: dict[str, Method] = {
     "budget-inputs": partial(budget, where=per_layer()),
     "budget-inputs-learning-20": partial(budget, where=per_layer(), learning=0.2),

@@ -41,7 +41,7 @@ def narrow(bout: Bout) -> nn.Module:
 
 
 def shape(bout: Bout) -> nn.Module:
-    """The shape that `budget` found with the same seed, with new weights."""
+    """The shape that `budget` found with the same seed, with new weights; it reads the same inputs."""
     if bout.found is None:
         raise ValueError("`shape` must come after `budget` of the same network, MACs and seed, and needs its file")
     network = saving.load(bout.network.make(bout.classes), bout.found)

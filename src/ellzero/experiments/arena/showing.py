@@ -18,6 +18,7 @@ from ellzero.out.tables import new_table
 
 TITLES = {
     OURS: "Budget",
+    "budget-hidden": "Budget, inputs kept",
     "magnitude": "TP magnitude",
     "norm": "TP group norm",
     "taylor": "TP Taylor",

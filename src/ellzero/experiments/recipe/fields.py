@@ -101,8 +101,9 @@ class Fields:
     # gates
     placement: Annotated[
         Literal["shrinkable", "streams", "inputs", "whole", "everything", "per_layer", "blocks"] | None,
-        'where gates go: "shrinkable", "streams" for residual streams too (LayerNorms of a transformer then subtract '
-        'no mean: `l0.centred`), "inputs" for what linear layers read of the data too, "whole" for whole branches too, '
+        'where gates go: "shrinkable" (units, and what linear layers read of the data that have more inputs than '
+        'outputs), "streams" for residual streams too (LayerNorms of a transformer then subtract no mean: '
+        '`l0.centred`), "inputs" for what any linear layer reads of the data, "whole" for whole branches too, '
         '"everything" for streams and branches, "per_layer", or "blocks" for '
         "the hidden layer of every block of a WRN, each gate counting what makes its map; none for the dense network, "
         "trained by the same loop.",

@@ -58,7 +58,7 @@ def where(recipe: Recipe) -> placements.Where:
     units = placements.per_layer(only=(recipe.facts.blocks if kind == "blocks" else None) or "*")
     if kind not in ("per_layer", "blocks"):
         streams, whole = kind in ("streams", "everything"), kind in ("whole", "everything")
-        units = placements.shrinkable(streams=streams, blocks=whole, inputs=kind == "inputs")
+        units = placements.shrinkable(streams=streams, blocks=whole, inputs=kind == "inputs" or None)
     match recipe.gate:
         case "sparse_vd":
             return _weights

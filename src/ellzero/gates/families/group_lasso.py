@@ -31,8 +31,8 @@ class GroupLassoGate(AbstractThresholdedGate):
 
     Example:
         >>> from ellzero.gated.attaching import attach
-        >>> net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-        >>> charged = attach(net, torch.zeros(1, 4), gate=GroupLassoGate).complexity()
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+        >>> charged = attach(net, torch.zeros(1, 2), gate=GroupLassoGate).complexity()
         >>> torch.allclose(charged, 2**0.5 * net[1].weight.norm(dim=0))
         True
     """
