@@ -187,10 +187,11 @@ def test_predicted_times_stand_beside_measured_ones(
 
 
 @pytest.mark.slow
-def test_pacing_compares_one_loop_at_three_paces(benchmark: Any, tmp_path: Path, capsys: Any) -> None:
+def test_pacing_compares_one_loop_at_four_paces(benchmark: Any, tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "pacing.json"
-    benchmark("pacing").main(["--epochs", "2", "--at-most", "0.1", "--seeds", "1", "--json", str(file)])
+    short = ["--networks", "lenet300", "--epochs", "2", "--at-most", "0.1", "--seeds", "1"]
+    benchmark("pacing").main([*short, "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
-    assert [row["pace"] for row in rows] == ["default", "from 0.5", "from 0.5, unbounded"]
+    assert [row["pace"] for row in rows] == ["default", "from 0.05", "from 0.8", "unbounded"]
     assert all(0 < row["errors"][0] < 100 and 0 < row["least_kept"][0] <= 1 for row in rows)
-    assert capsys.readouterr().out.count("2 epochs,  10 %") == 3
+    assert capsys.readouterr().out.count("2 epochs,  10 %") == 4

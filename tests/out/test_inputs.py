@@ -58,6 +58,12 @@ def looked_at(m: Any, x: Tensor, words: Tensor) -> Tensor:
     return out
 
 
+def seen(m: Any, x: Tensor) -> Tensor:
+    """A convolution and a linear layer that read the same features."""
+    out: Tensor = m.conv(x.transpose(1, 2)).transpose(1, 2) + m.wide(x)
+    return out
+
+
 def made_of(m: Any, x: Tensor, words: Tensor) -> Tensor:
     """A layer that reads features and units side by side."""
     out: Tensor = m.out(m.wide(torch.cat([x, m.table(words)], -1)).tanh())
@@ -80,6 +86,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...], dict[str, in
         lambda: Net(twice, norm=nn.BatchNorm1d(6), wide=LINEAR(6, 5), skip=LINEAR(6, 2), out=LINEAR(5, 2)),
         (draw(3, 6),), {"wide": 6, "skip": 6},
     ),
+    "beside a square one": (
+        lambda: Net(twice, norm=nn.Identity(), wide=LINEAR(6, 6), skip=LINEAR(6, 2), out=LINEAR(6, 2)),
+        (draw(3, 6),), {},
+    ),
+    "beside a convolution": (lambda: Net(seen, conv=nn.Conv1d(6, 2, 1), wide=LINEAR(6, 2)), (draw(3, 5, 6),), {}),
     "behind a norm that mixes": (
         lambda: Net(twice, norm=nn.LayerNorm(6), wide=LINEAR(6, 5), skip=LINEAR(6, 2), out=LINEAR(5, 2)),
         (draw(3, 6),), {"skip": 6},
@@ -136,7 +147,7 @@ def test_parts_have_gates_on_all_inputs_unless_these_are_to_stay() -> None:
 def test_a_budget_over_a_wide_input_ends_within_its_macs_and_finds_the_features(apply: Any) -> None:
     """Of 60 features two tell the class; the README's loop."""
     torch.manual_seed(0)
-    x = torch.randn(512, 60)
+    x = torch.randn(2048, 60)
     y = (x[:, 3] * x[:, 41] > 0).long()
     model = nn.Sequential(nn.Linear(60, 24), nn.ReLU(), nn.Linear(24, 2))
     dense = counted_macs(model, (x,))

@@ -43,7 +43,7 @@ def shrinkable(
     *, streams: bool = False, parts: bool = False, blocks: bool = False, inputs: bool | None = None
 ) -> Where:
     """One gate per unit of every axis that can shrink, multiplied into all weights that read it; and one per feature or
-    pixel that a linear layer with more inputs than outputs reads.
+    pixel that linear layers with more inputs than outputs read.
 
     There is a placement per axis. `l0_norm` counts the weights that read the axis: those that a closed gate sets to
     zero; of experts (`l0.routed`), all that they have. Where an RMSNorm looks at all units of an axis, gates multiply
@@ -58,9 +58,9 @@ def shrinkable(
             ResNet. One gate multiplies what a branch ends with, and counts all parameters that only the branch has.
             Closed, these are gone, and so is their place in the module tree.
         inputs: whether linear layers that read the network's own input, features or pixels, read a part of it: a gate
-            for each. What is left of such a layer picks its inputs (`Select`). `None` means those layers that have more
-            inputs than outputs, most of whose MACs go with their inputs, and with `parts` all; `False` keeps all that
-            the network reads.
+            for each. What is left of such a layer picks its inputs (`Select`). `None` means where all that read them
+            are linear layers with more inputs than outputs, most of whose MACs go with their inputs, and with `parts`
+            all; `False` keeps all that the network reads.
 
     Example:
         >>> where = shrinkable(streams=True)
@@ -105,16 +105,21 @@ def _parts(graph: Graph, inputs: bool = True) -> list[Placement]:
 
 
 def _given(graph: Graph, wide: bool) -> list[Placement]:
-    """The gates on what linear layers read of the network's own input: of all, or of those that are `wide`, with more
-    inputs than outputs.
+    """The gates on what linear layers read of the network's own input: of all such layers, or where all that read an
+    argument are `wide`. So a router, or keys beside queries, do not pick from what a square layer reads as a whole.
     """
-    given = _among(graph, lambda axis: axis.given)
-    found = []
-    for tensor in _layers(graph):
-        outputs, inputs = graph.shapes[tensor]
-        if (inputs > outputs or not wide) and _lies(graph, tensor, graph.reading[tensor], given):
-            found.append(_part(graph, tensor, "inputs", graph.reading[tensor]))
-    return found
+    # Each layer that reads an argument has an axis of its own; which argument it is, the reason says that it is frozen.
+    whole = {a.frozen for a in graph.axes if wide and not all(_is_wide(graph.shapes[s.tensor]) for s in a.readers)}
+    given = _among(graph, lambda axis: axis.given and axis.frozen not in whole)
+    return [
+        _part(graph, tensor, "inputs", graph.reading[tensor])
+        for tensor in _layers(graph)
+        if _lies(graph, tensor, graph.reading[tensor], given)
+    ]
+
+
+def _is_wide(shape: Sequence[int]) -> bool:
+    return len(shape) == 2 and shape[1] > shape[0]
 
 
 def _among(graph: Graph, fits: Callable[[Axis], bool]) -> npt.NDArray[np.bool_]:
