@@ -111,11 +111,8 @@ def _given(graph: Graph, wide: bool) -> list[Placement]:
     # Each layer that reads an argument has an axis of its own; which argument it is, the reason says that it is frozen.
     whole = {a.frozen for a in graph.axes if wide and not all(_is_wide(graph.shapes[s.tensor]) for s in a.readers)}
     given = _among(graph, lambda axis: axis.given and axis.frozen not in whole)
-    return [
-        _part(graph, tensor, "inputs", graph.reading[tensor])
-        for tensor in _layers(graph)
-        if _lies(graph, tensor, graph.reading[tensor], given)
-    ]
+    picking = [tensor for tensor in _layers(graph) if _lies(graph, tensor, graph.reading[tensor], given)]
+    return [_part(graph, tensor, "inputs", graph.reading[tensor]) for tensor in picking]
 
 
 def _is_wide(shape: Sequence[int]) -> bool:

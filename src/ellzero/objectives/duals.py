@@ -187,6 +187,8 @@ class SelfPacedAscent(AbstractDual):
 
     steps: int
     gate_lr: float
+    start: float = field(default=_START, init=False)  # shown: a run that was stopped goes on with the same
+    counts: float = field(default=_COUNTS, init=False)
     _ascent: ExponentiatedAscent = field(init=False, repr=False, compare=False)
 
     memory: ClassVar[tuple[str, ...]] = ExponentiatedAscent.memory
@@ -196,18 +198,13 @@ class SelfPacedAscent(AbstractDual):
         check_count("steps", self.steps)
         check_number("`gate_lr` must be a positive number", self.gate_lr, lambda x: x > 0)
         # Made once: a compiler cannot follow the checks of another one at each step.
-        ascent = ExponentiatedAscent(min(_FOLDS / self.steps, _SPEED * self.gate_lr), start=_START, counts=_COUNTS)
-        object.__setattr__(self, "_ascent", ascent)
+        rate = min(_FOLDS / self.steps, _SPEED * self.gate_lr)
+        object.__setattr__(self, "_ascent", ExponentiatedAscent(rate, start=self.start, counts=self.counts))
 
     @property
     def rate(self) -> float:
         """η, e-folds per unit of violation and step."""
         return self._ascent.rate
-
-    @property
-    def pace(self) -> dict[str, float]:
-        """What else decides how λ moves: where ℓ begins, and the largest violation that counts."""
-        return {"start": self._ascent.start, "counts": self._ascent.counts}
 
     def step(self, multiplier: Tensor, violation: Tensor, memory: Mapping[str, Tensor], first: bool) -> None:
         self._ascent.step(multiplier, violation, memory, first)

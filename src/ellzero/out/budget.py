@@ -315,7 +315,7 @@ def _warn_of_haste(budget: Budget) -> None:
 
 def _identity(budget: Budget) -> dict[str, Any]:
     bounds = {name_of(cost): bound for cost, bound in budget.bounds.items()}
-    pace = SelfPacedAscent(budget.settles, budget.gate_lr).pace  # at another one a run would go on in silence
+    pace = repr(budget.constraints[0].dual)  # at another one a run would go on in silence
     same = {key: vars(budget)[key] for key in ("steps", "settles", "gate_lr", "ema", "uniform")}
     return {"bounds": bounds, "pace": pace, **same}
 

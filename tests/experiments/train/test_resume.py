@@ -328,7 +328,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(change: dict[str, Any], messa
 
 
 @pytest.mark.slow
-def test_other_data_and_another_number_of_processes_are_refused(tmp_path: Path) -> None:
+def test_other_data_another_number_of_processes_and_multipliers_that_move_otherwise_are_refused(tmp_path: Path) -> None:
     from dataclasses import replace
 
     folder = Folder.create(tmp_path / "run", [SHORT])
@@ -341,6 +341,12 @@ def test_other_data_and_another_number_of_processes_are_refused(tmp_path: Path) 
     digest, plain = identity([SHORT])
     checkpoint.save(folder.checkpoints, {**found.state, "ranks": 2}, step=9, recipe_digest=digest, recipes=plain)
     with pytest.raises(CheckpointError, match=r"was trained with 2 processes and goes on with as many, got 1$"):
+        short(folder)
+    otherwise = {**found.state, "dual": "SelfPacedAscent(steps=4, gate_lr=0.1, start=0.5, counts=0.5)"}
+    checkpoint.save(folder.checkpoints, otherwise, step=9, recipe_digest=digest, recipes=plain)
+    with pytest.raises(
+        CheckpointError, match=r"multipliers that move by SelfPacedAscent\(.*start=0.5.*this version by"
+    ):
         short(folder)
     name, value = next(iter(found.state["values"].items()))
     for values, why in (

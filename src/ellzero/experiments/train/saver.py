@@ -39,6 +39,7 @@ def state(trainer: Trainer) -> dict[str, Any]:
         "optimizer": trainer.optimizer.state_dict()["state"],
         "average": dict(trainer.average.tensors),
         "lagrangian": trainer.lagrangian.state(),
+        "dual": repr(trainer.lagrangian.dual),
         "clock": trainer.step.clock,
         "own": [_own(trainer)],
         **{name: getattr(trainer, name) for name in _COUNTED},
@@ -156,6 +157,10 @@ def _take_up(trainer: Trainer, folder: Folder, found: checkpoint.Checkpoint, cut
             raise checkpoint.CheckpointError(
                 f"{str(folder.path)!r} was trained with {then} {what} and goes on with as many, got {now}"
             )
+    if cut and (then := found.state.get("dual")) != (now := repr(trainer.lagrangian.dual)):
+        raise checkpoint.CheckpointError(
+            f"{str(folder.path)!r} was trained with multipliers that move by {then}, and those of this version by {now}"
+        )
     for message in fitting.changes(folder.about, trainer.recipe, trainer.data) if trainer.rank == 0 else ():
         warnings.warn(message, stacklevel=3)
     threads = torch.get_num_threads()
