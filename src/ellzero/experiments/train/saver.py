@@ -157,9 +157,9 @@ def _take_up(trainer: Trainer, folder: Folder, found: checkpoint.Checkpoint, cut
             raise checkpoint.CheckpointError(
                 f"{str(folder.path)!r} was trained with {then} {what} and goes on with as many, got {now}"
             )
-    if cut and (then := found.state.get("dual")) != (now := repr(trainer.lagrangian.dual)):
+    if cut and (moved := found.state.get("dual")) != (moves := repr(trainer.lagrangian.dual)):
         raise checkpoint.CheckpointError(
-            f"{str(folder.path)!r} was trained with multipliers that move by {then}, and those of this version by {now}"
+            f"{str(folder.path)!r} was trained with multipliers that move by {moved}, and those of this version by {moves}"
         )
     for message in fitting.changes(folder.about, trainer.recipe, trainer.data) if trainer.rank == 0 else ():
         warnings.warn(message, stacklevel=3)
