@@ -345,7 +345,7 @@ def test_other_data_another_number_of_processes_and_multipliers_that_move_otherw
     otherwise = {**found.state, "dual": "SelfPacedAscent(steps=4, gate_lr=0.1, start=0.5, counts=0.5)"}
     checkpoint.save(folder.checkpoints, otherwise, step=9, recipe_digest=digest, recipes=plain)
     with pytest.raises(
-        CheckpointError, match=r"multipliers that move by SelfPacedAscent\(.*start=0.5.*this version by"
+        CheckpointError, match=r"multipliers that move by SelfPacedAscent\(.*start=0.5.*and here they go by"
     ):
         short(folder)
     name, value = next(iter(found.state["values"].items()))

@@ -159,7 +159,7 @@ def _take_up(trainer: Trainer, folder: Folder, found: checkpoint.Checkpoint, cut
             )
     if cut and (moved := found.state.get("dual")) != (moves := repr(trainer.lagrangian.dual)):
         raise checkpoint.CheckpointError(
-            f"{str(folder.path)!r} was trained with multipliers that move by {moved}, and those of this version by {moves}"
+            f"{str(folder.path)!r} was trained with multipliers that move by {moved}, and here they go by {moves}"
         )
     for message in fitting.changes(folder.about, trainer.recipe, trainer.data) if trainer.rank == 0 else ():
         warnings.warn(message, stacklevel=3)
