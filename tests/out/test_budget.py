@@ -544,6 +544,30 @@ def test_gates_that_settle_before_they_could_choose_are_noticed() -> None:
         assert len(said) == warned
 
 
+def test_gates_that_closed_far_too_much_are_noticed_where_no_bound_asks_for_it() -> None:
+    """Most of each layer's units are closed: between a tenth and three tenths of MACs and of parameters are kept."""
+    for bounds, said in (
+        ({"macs": 0.9}, ["macs` kept, of 90 %"]),
+        ({"macs": 0.9, "params": 0.8}, ["macs` kept, of 90 %", "params` kept, of 80 %"]),
+        ({"macs": 0.9, "params": 0.3}, []),  # that one may have asked for it
+        ({"macs": 0.3}, []),
+    ):
+        gated = attached()
+        for _, gate in gated.named_gates():
+            gate.close_(torch.arange(gate.shape.numel()) >= 0.4 * gate.shape.numel())
+        budget = l0.Budget(gated, **bounds, steps=100)
+        assert all(
+            0.1 < float(l0.dense(cost, gated)) ** -1 * float(cost(gated, kept=True)) < 0.3 for cost in budget.bounds
+        )
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            budget.settle()
+        assert len(told) == len(said)
+        for warning, words in zip(told, said, strict=True):
+            assert words in str(warning.message)
+            assert "press too hard on a loss far below 1" in str(warning.message)
+
+
 def test_gates_that_are_fixed_stay_so_in_training_mode() -> None:
     gated = attached().fix()
     gated.train()

@@ -31,7 +31,7 @@ from ellzero.out.compaction import compact
 from ellzero.out.finalization import Uniform, refuse_unreachable
 from ellzero.out.latency.bounds import measured, said, tables, take_tables
 from ellzero.out.latency.cost import Latency
-from ellzero.out.settling import fold_in, hasty, recalibrate, settle
+from ellzero.out.settling import CRUSHED, crushed, fold_in, hasty, recalibrate, settle
 
 # The share of the steps in which gates learn. A small ResNet on CIFAR-100 (`benchmarks/own_loop.py`), 8 epochs, two
 # seeds, 30 and 15 % of the MACs: 47.2 and 52.5 % error with 0.1, 45.6 and 52.2 % with 0.25, 45.9 and 51.3 % with 0.4.
@@ -311,13 +311,15 @@ def _warn_of_haste(budget: Budget) -> None:
         why, travelled = "nothing has moved them; give the optimizer `gated.param_groups(…)`, not the model's own", 0.0
     for what in hasty(budget.gated, budget.bounds, travelled):
         warn(f"gates settle after {budget.done} steps with {what}: {why}")
+    for what in crushed(budget.gated, budget.bounds):
+        warn(f"gates settle after {budget.done} steps with {what}: {CRUSHED}")
 
 
 def _identity(budget: Budget) -> dict[str, Any]:
     bounds = {name_of(cost): bound for cost, bound in budget.bounds.items()}
     pace = repr(budget.constraints[0].dual)  # at another one a run would go on in silence
     same = {key: vars(budget)[key] for key in ("steps", "settles", "gate_lr", "ema", "uniform")}
-    return {"bounds": bounds, "pace": pace, **same}
+    return {"bounds": bounds, **same, "pace": pace}
 
 
 def _refuse_other(budget: Budget, state: Mapping[str, Any]) -> None:

@@ -24,21 +24,34 @@ from ellzero.out.finalization import MUCH, Uniform, bring_within, revive
 from ellzero.out.latency.correcting import chosen_by_the_clock
 
 CHOICE = 4.0  # how far log α goes when a gate chooses: from nearly open to closed
+SCANT = 0.5  # the share of a bound under which gates have closed far too much
+CRUSHED = "multipliers press too hard on a loss far below 1, so give it in units of its first values"
 Bounds = Mapping[Cost, float | Mapping[str, float]]
 
 
-@torch.no_grad()
 def hasty(gated: Gated, bounds: Bounds, travelled: float) -> Iterator[str]:
     """What is kept of each cost, in words, where it is far above its bound and log α could not go as far as a choice
     takes: settling would close nearly by chance. Gates that had the time have learned what to close, open or not.
     """
-    for cost, bound in bounds.items() if travelled < CHOICE else ():
+    late = [told for told, share, most in _shares(gated, bounds) if share > most + MUCH]
+    yield from late if travelled < CHOICE else ()
+
+
+def crushed(gated: Gated, bounds: Bounds) -> Iterator[str]:
+    """What is kept of each cost, in words, where it is far below every bound: what settling opens has not learned."""
+    shares = list(_shares(gated, bounds))
+    yield from (told for told, _, _ in shares if all(share < SCANT * most for _, share, most in shares))
+
+
+@torch.no_grad()
+def _shares(gated: Gated, bounds: Bounds) -> Iterator[tuple[str, float, float]]:
+    """What is kept of each cost in words, as a share of the dense cost, and its bound."""
+    for cost, bound in bounds.items():
         for group, most in (bound if isinstance(bound, Mapping) else {None: bound}).items():
             part = only(cost, group)
             share = float(kept(part)(gated)) / dense(part, gated)
-            if share > most + MUCH:
-                name = name_of(cost) + ("" if group is None else f" of {group}")
-                yield f"{100 * share:.0f} % of `{name}` kept, of {100 * most:.4g} % that may be"
+            name = name_of(cost) + ("" if group is None else f" of {group}")
+            yield f"{100 * share:.3g} % of `{name}` kept, of {100 * most:.4g} % that may be", share, most
 
 
 @torch.no_grad()

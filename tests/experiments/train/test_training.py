@@ -511,6 +511,15 @@ def test_a_recipe_says_that_its_gates_settle_before_they_could_choose(ends: dict
         to_the_end(Trainer([r], data()))
 
 
+@pytest.mark.parametrize(("ends", "after"), [({"settle_at": 1}, 1), ({"finalize": True}, 2)])
+def test_a_recipe_says_that_its_gates_closed_far_too_much(ends: dict[str, Any], after: int) -> None:
+    r = recipe(cost="macs", at_most=0.6, on="kept", gate_lr=1e-6, drop_rates={"*": 0.95}, epochs=2, **ends)
+    with pytest.warns(
+        UserWarning, match=rf"after epoch {after} with [\d.]+ % of `macs` kept, of 60 % .* press too hard"
+    ):
+        to_the_end(Trainer([r], data()))
+
+
 def test_a_recipe_whose_gates_had_the_time_to_choose_settles_in_silence_where_the_rest_is_tuned() -> None:
     r = recipe(cost="macs", at_most=0.2, on="kept", gate_lr=1e-6, epochs=2, settle_at=1)
     trainer = Trainer([r], data())

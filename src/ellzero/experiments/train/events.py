@@ -75,6 +75,8 @@ def _warn_of_haste(trainer: Trainer, gated: Gated, recipe: Recipe) -> None:
     for what in settling.hasty(gated, bounds, trainer.travelled if tuned else 0.0):
         why = "too few steps to choose by; train longer, in smaller batches, or with a larger `gate_lr`"
         warn(f"gates settle after epoch {trainer.epoch} with {what}: {why}")
+    for what in settling.crushed(gated, bounds):
+        warn(f"gates settle after epoch {trainer.epoch} with {what}: {settling.CRUSHED}")
 
 
 def turn(trainer: Trainer) -> None:
