@@ -109,8 +109,9 @@ def _given(graph: Graph, wide: bool) -> list[Placement]:
     argument are `wide`. So a router, or keys beside queries, do not pick from what a square layer reads as a whole.
     """
     # Each layer that reads an argument has an axis of its own; which argument it is, the reason says that it is frozen.
-    whole = {a.frozen for a in graph.axes if wide and not all(_is_wide(graph.shapes[s.tensor]) for s in a.readers)}
-    given = _among(graph, lambda axis: axis.given and axis.frozen not in whole)
+    what = {axis: (axis.frozen or "").partition(";")[0] for axis in graph.axes}
+    whole = {what[a] for a in graph.axes if wide and not all(_is_wide(graph.shapes[s.tensor]) for s in a.readers)}
+    given = _among(graph, lambda axis: axis.given and what[axis] not in whole)
     return [
         _part(graph, tensor, "inputs", graph.reading[tensor])
         for tensor in _layers(graph)
