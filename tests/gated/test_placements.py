@@ -103,6 +103,12 @@ def test_shrinkable_leaves_input_and_output_alone() -> None:
     assert "output" in frozen["4"]
 
 
+@pytest.mark.parametrize("given", [0, "no", 24])
+def test_what_is_no_answer_to_inputs_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"`inputs` must be True, False or None, got {given!r}"):
+        l0.shrinkable(inputs=given)
+
+
 class _Told(nn.Module):
     """Its first layer is asked how wide its input is, the second has a number for each of its inputs, the third is
     as usual.

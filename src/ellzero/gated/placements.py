@@ -65,6 +65,8 @@ def shrinkable(
     Example:
         >>> where = shrinkable(streams=True)
     """
+    if not (inputs is None or isinstance(inputs, bool)):  # 0 would be neither
+        raise TypeError(f"`inputs` must be True, False or None, got {inputs!r}")
 
     def where(graph: Graph) -> list[Placement]:
         chosen = [a for a in graph.axes if a.frozen is None and (streams or not a.stream)]
