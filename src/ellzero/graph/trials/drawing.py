@@ -146,8 +146,8 @@ def _fails(layers: Sequence[str], graph: Graph, scene: Scene, tolerance: float) 
     plan, (masked, _) = make_plan(graph, np.ones_like(alive), entries=entries), scene.masked(graph, alive)
     try:
         small = replace(scene, small=None).removed(replace(plan, selects={}))
-        for name, index in plan.selects.items():  # now that its weight is there, which may have been lent
-            put_select(small.model.get_submodule(name.rpartition(".")[0]), torch.as_tensor(index))
+        for name, (index, width) in plan.selects.items():  # now that its weight is there, which may have been lent
+            put_select(small.model.get_submodule(name.rpartition(".")[0]), torch.as_tensor(index), width)
         removed, _ = small.masked(graph, plan.units)
     except Exception as error:
         return f"the model does not run with a part of it ({first_line(error)})"
