@@ -894,6 +894,11 @@ def test_gates_of_another_shape_or_kind_are_refused(gate: Any) -> None:
         traced.attached(mlp(3, 4, 2), torch.zeros(2, 3), gate=gate)
 
 
+def test_a_gate_that_is_made_already_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`gate` must make a gate from its shape, .* got HardConcreteGate\("):
+        traced.attached(mlp(3, 4, 2), torch.zeros(2, 3), gate=l0.HardConcreteGate(4))
+
+
 def test_a_string_is_no_gate_and_no_placement() -> None:
     with pytest.raises(TypeError, match=r"`gate` must make a gate from its shape, .* got 'hard'"):
         traced.attached(mlp(3, 4, 2), torch.zeros(2, 3), gate="hard")  # type: ignore[arg-type]

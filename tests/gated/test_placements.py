@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ellzero as l0
 from ellzero.gated.placements import Placement
@@ -100,6 +101,49 @@ def test_shrinkable_leaves_input_and_output_alone() -> None:
     frozen = {a.name: a.frozen for a in gated.axes if a.frozen}
     assert "input" in frozen["0.input"]
     assert "output" in frozen["4"]
+
+
+@pytest.mark.parametrize("given", [0, "no", 24])
+def test_what_is_no_answer_to_inputs_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"`inputs` must be True, False or None, got {given!r}"):
+        l0.shrinkable(inputs=given)
+
+
+class _Told(nn.Module):
+    """Its first layer is asked how wide its input is, the second has a number for each of its inputs, the third is
+    as usual.
+    """
+
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return F.linear(input * torch.arange(1, 25, dtype=input.dtype), self.weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.scaled, self.usual = nn.Linear(24, 5), self.Scaled(24, 5), nn.Linear(24, 5)
+        self.head = nn.Linear(15, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        asked = self.asked(x.view(-1, self.asked.in_features))
+        return self.head(torch.cat([asked, self.scaled(x.flatten(1)), self.usual(x.flatten(1))], 1).relu())
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("where", [l0.shrinkable, l0.per_layer])
+def test_layers_that_go_wrong_with_a_part_of_the_input_keep_all_of_it(
+    where: Any, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ellzero.graph.trials.running.LARGE", 10 if large else 10**6)
+    torch.manual_seed(0)
+    net, x = _Told().double().eval(), torch.randn(3, 4, 6, dtype=torch.float64)
+    gated = l0.attach(net, x[:1], where=where())
+    why = {axis.name: axis.frozen or "" for axis in gated.graph.axes}
+    assert all("does not run with a part of it" in why[f"{name}.input"] for name in ("asked", "scaled"))
+    for _, gate in gated.named_gates():
+        gate.close_(torch.arange(gate.shape.numel()) % 3 == 1)
+    small = l0.compact(gated)
+    assert [small.get_submodule(name).weight.shape[1] for name in ("asked", "scaled", "usual")] == [24, 24, 16]
+    assert torch.allclose(small(x), gated.eval()(x), rtol=1e-12)
 
 
 def test_shrinkable_counts_the_weights_that_read() -> None:

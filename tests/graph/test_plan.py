@@ -152,9 +152,12 @@ def test_select_picks_the_inputs_of_its_layer(layer: nn.Module, shape: tuple[int
     layer.weight = nn.Parameter(layer.weight.index_select(1, index).detach())
     if not isinstance(layer, nn.Linear):
         layer.in_channels = 3
-    put_select(layer, index)
+    put_select(layer, index, 6)
     torch.testing.assert_close(layer(x), expected)
     assert isinstance(layer.select, Select)
+    for wrong in (torch.cat([x, x], dim), x.narrow(dim, 0, 3)):  # wide enough to pick from, or what is picked already
+        with pytest.raises(ValueError, match=f"must be 6 wide, of which 3 are picked, got {wrong.shape[dim]}"):
+            layer(wrong)
     torch.testing.assert_close(copy.deepcopy(layer)(x), expected)  # the hook goes along
 
 

@@ -241,14 +241,17 @@ def test_a_narrower_network_of_the_same_class_is_a_compact_one(build: Callable[.
 
 def test_a_module_under_two_names_selects_once(tmp_path: Path) -> None:
     small, fresh = TwoNames(), TwoNames()
-    index = torch.tensor([1, 2, 6])
+    index, width = torch.tensor([1, 2, 6]), small.out.in_features
     small.out.weight = nn.Parameter(small.out.weight[:, index].detach())
     small.out.in_features = 3
-    put_select(small.out, index)
+    put_select(small.out, index, width)
     l0.save(small, tmp_path / "small")
     l0.load(fresh, tmp_path / "small")
     assert fresh.again is fresh.out
     assert_same(small, fresh, IMAGE[0, 0, :, :4])
+    assert fresh.out.select.width == width
+    with pytest.raises(ValueError, match=f"must be {width} wide"):
+        fresh.out(torch.zeros(1, width + 1))
 
 
 def test_groups_that_look_depthwise_after_one_compaction_come_back_after_two(tmp_path: Path) -> None:
@@ -459,6 +462,7 @@ def test_load_refuses_another_network(tmp_path: Path) -> None:
     [
         ({"selects": ["fc1", "fc9"]}, "there is a layer `fc9`"),
         ({"selects": []}, "unexpected `fc1.select.index`"),
+        ({"widths": {"fc1": 2}}, "`fc1.select.index` does not pick"),
         ({"closed": {"conv1": 3}}, "missing nothing, unexpected `conv1.weight`"),
         ({"closed": {"conv1": 99}}, "`conv1` has 99 outputs"),
         ({"closed": {"conv1": None}}, "`conv1` is an identity"),

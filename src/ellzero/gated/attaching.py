@@ -183,7 +183,7 @@ def _make(maker: GateMaker | Mapping[str, GateMaker], placement: Placement) -> A
         if found is None:
             raise ValueError(f"`gate` has no pattern for `{placement.name}`, got {', '.join(map(repr, maker))}")
         maker = found
-    if not callable(maker):
+    if not callable(maker) or isinstance(maker, AbstractGate):
         raise TypeError(f"`gate` must make a gate from its shape, such as `l0.HardConcreteGate`, got {maker!r}")
     gate = maker(placement.shape)
     if not isinstance(gate, AbstractGate) or tuple(gate.shape) != placement.shape:

@@ -65,6 +65,8 @@ def shrinkable(
     Example:
         >>> where = shrinkable(streams=True)
     """
+    if not (inputs is None or isinstance(inputs, bool)):  # 0 would be neither
+        raise TypeError(f"`inputs` must be True, False or None, got {inputs!r}")
 
     def where(graph: Graph) -> list[Placement]:
         chosen = [a for a in graph.axes if a.frozen is None and (streams or not a.stream)]
@@ -108,9 +110,9 @@ def _given(graph: Graph, wide: bool) -> list[Placement]:
     """The gates on what linear layers read of the network's own input: of all such layers, or where all that read an
     argument are `wide`. So a router, or keys beside queries, do not pick from what a square layer reads as a whole.
     """
-    # Each layer that reads an argument has an axis of its own; which argument it is, the reason says that it is frozen.
-    whole = {a.frozen for a in graph.axes if wide and not all(_is_wide(graph.shapes[s.tensor]) for s in a.readers)}
-    given = _among(graph, lambda axis: axis.given and axis.frozen not in whole)
+    # Each layer that reads an argument has an axis of its own.
+    whole = {a.argument for a in graph.axes if wide and not all(_is_wide(graph.shapes[s.tensor]) for s in a.readers)}
+    given = _among(graph, lambda axis: axis.given and axis.argument not in whole)
     picking = [tensor for tensor in _layers(graph) if _lies(graph, tensor, graph.reading[tensor], given)]
     return [_part(graph, tensor, "inputs", graph.reading[tensor]) for tensor in picking]
 

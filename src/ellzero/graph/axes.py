@@ -78,7 +78,13 @@ class Axis:
     @property
     def given(self) -> bool:
         """Whether its units are the network's own inputs, as they come: features, pixels."""
-        return self.frozen is not None and "the model's input" in self.frozen and not (self.stream or self.writers)
+        return self.argument is not None and not (self.stream or self.writers)
+
+    @property
+    def argument(self) -> str | None:
+        """The input of the network that its units come from, as the reason says for which it is frozen."""
+        found = re.search("the model's input `(.*?)`", self.frozen or "")
+        return None if found is None else found[1]
 
     @property
     def multiplied(self) -> tuple[Site, ...]:

@@ -69,8 +69,7 @@ class Plan:
         units: for every unit of the graph, whether it stays.
         rows: for each tensor that changes, the indices that stay, by dimension.
         columns: for the weight of a grouped convolution, the column indices that stay in each *kept* row.
-        selects: for each weight in front of which a `Select` goes, the inputs that it goes on reading. Its entry in
-            `rows` is the same.
+        selects: for each weight in front of which a `Select` goes, the inputs that it goes on reading, and of how many.
         scatters: for each weight behind which a `Scatter` goes, the outputs that it goes on writing, and of how many.
             Its entry in `rows` is the same.
         closed: layers (module names) that read or write nothing any more.
@@ -84,7 +83,7 @@ class Plan:
     units: Mask
     rows: dict[str, dict[int, Numbers]] = field(default_factory=dict)
     columns: dict[str, Numbers] = field(default_factory=dict)
-    selects: dict[str, Numbers] = field(default_factory=dict)
+    selects: dict[str, tuple[Numbers, int]] = field(default_factory=dict)
     scatters: dict[str, tuple[Numbers, int]] = field(default_factory=dict)
     closed: frozenset[str] = frozenset()
     sizes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
@@ -151,8 +150,8 @@ class Plan:
         self._change(modules, self.left)
         _set_sizes(modules, self.sizes)
         self._set_eps(modules, self.norms)
-        for name, index in self.selects.items():
-            put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index))
+        for name, (index, width) in self.selects.items():
+            put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index), width)
         for name, (index, outputs) in self.scatters.items():
             put_scatter(modules[name.rpartition(".")[0]], torch.as_tensor(index), outputs)
         for path in self.closed:
@@ -386,7 +385,7 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
     """From units to indices, tensor by tensor."""
     rows: dict[str, dict[int, Numbers]] = {}
     columns: dict[str, Numbers] = {}
-    selects: dict[str, Numbers] = {}
+    selects: dict[str, tuple[Numbers, int]] = {}
     scatters: dict[str, tuple[Numbers, int]] = {}
     closed: set[str] = set()
     for tensor, sites in graph.units.items():
@@ -402,7 +401,7 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
             if (tensor, dims[0]) in entries and dims == graph.reading[tensor]:
                 arriving, stay = np.flatnonzero(stay), stay & entries[tensor, dims[0]]
                 if 0 < stay.sum() < len(arriving):
-                    selects[tensor] = np.searchsorted(arriving, np.flatnonzero(stay))
+                    selects[tensor] = np.searchsorted(arriving, np.flatnonzero(stay)), len(arriving)
             elif (tensor, dims[0]) in entries and not entries[tensor, dims[0]].all():
                 stay = entries[tensor, dims[0]].copy()
                 stay[0] |= not stay.any()  # an output that is zero; a layer without any has no shape

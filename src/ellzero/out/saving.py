@@ -92,13 +92,14 @@ class Structure:
     scatters: list[str] = field(default_factory=list)  # layers with a `Scatter` behind, which has their bias
     gone: dict[str, int] = field(default_factory=dict)  # modules of blocks that are gone, as `put_nothing` takes them
     slims: dict[str, dict[str, int]] = field(default_factory=dict)  # modules with a `Slim`: its numbers
+    widths: dict[str, int] = field(default_factory=dict)  # of what each `Select` picks from
 
     def plausible(self) -> bool:
         """Whether all is of the types above, as a file may not have it."""
-        if [type(value) for value in vars(self).values()] != [str, list, *[dict] * 5, list, dict, dict]:
+        if [type(value) for value in vars(self).values()] != [str, list, *[dict] * 5, list, *[dict] * 3]:
             return False
         words = [*self.selects, *self.scatters, *self.tied.values()]
-        numbers = [*self.closed.values(), *self.groups.values(), *self.gone.values()]
+        numbers = [*self.closed.values(), *self.groups.values(), *self.gone.values(), *self.widths.values()]
         if {type(kept) for kept in (*self.sizes.values(), *self.eps.values(), *self.slims.values())} - {dict}:
             return False
         if {type(eps) for kept in self.eps.values() for eps in kept.values()} - {float, type(None)}:
@@ -167,6 +168,8 @@ def _structure(small: nn.Module, tied: dict[str, str]) -> Structure:
         if isinstance(module, Select | Scatter):
             kind = structure.selects if isinstance(module, Select) else structure.scatters
             kind.append(layer.rpartition(".")[0])
+            if isinstance(module, Select) and module.width is not None:
+                structure.widths[layer.rpartition(".")[0]] = module.width
         elif isinstance(module, Slim):
             structure.slims[layer.rpartition(".")[0]] = _sizes(module)
         elif isinstance(module, Closed | Nothing):
@@ -266,7 +269,7 @@ def _fill(model: nn.Module, structure: Structure, tensors: Mapping[str, Tensor],
     for layer, slim in structure.slims.items():
         put_slim(modules[layer], **slim)
     for layer in {id(modules[layer]): layer for layer in structure.selects}.values():  # a shared layer once
-        put_select(modules[layer], tensors[names[_inside(layer, "select.index")]])
+        put_select(modules[layer], tensors[names[_inside(layer, "select.index")]], structure.widths.get(layer))
     for layer in {id(modules[layer]): layer for layer in structure.scatters}.values():
         outputs = members[_inside(layer, "weight")].shape[0]
         put_scatter(modules[layer], tensors[names[_inside(layer, "scatter.index")]], outputs)
@@ -419,6 +422,7 @@ def _check(
                 refuse(f"`{layer}` is a {'linear' if dim == 0 else 'linear or convolutional'} layer")
             index, weight = tensors[stored[name]], _inside(layer, "weight")
             most, left = members[weight].shape[dim], tensors[stored[weight]].shape[dim]
+            most = min(most, structure.widths.get(layer, most)) if dim else most
             if index.dtype != torch.int64 or index.shape != (left,) or not bool(((index >= 0) & (index < most)).all()):
                 refuse(f"`{name}` does not pick {left} of at most {most} {'inputs' if dim else 'outputs'}")
 

@@ -16,17 +16,22 @@ from ellzero.graph.forwards.copying import put
 class Select(nn.Module):
     """Picks the inputs that the layer behind it still reads: `x[..., index]` along the layer's input dimension.
 
-    It stands where what feeds a layer cannot shrink: the pixels of an image, single positions of a flattened map.
+    It stands where what feeds a layer cannot shrink: the pixels of an image, single positions of a flattened map. It
+    takes inputs of `width` alone, as the dense layer did: of others it would pick wrong ones in silence.
     """
 
     index: Tensor
+    width: int | None = None  # of a file that does not say it
 
-    def __init__(self, index: Tensor, dim: int) -> None:
+    def __init__(self, index: Tensor, dim: int, width: int | None) -> None:
         super().__init__()
         self.register_buffer("index", index)
-        self.dim = dim
+        self.dim, self.width = dim, width
 
     def forward(self, x: Tensor) -> Tensor:
+        there, width = x.shape[self.dim], self.width
+        if width is not None and isinstance(there, int) and there != width:  # a tracer of numbers has none
+            raise ValueError(f"the input must be {width} wide, of which {len(self.index)} are picked, got {there}")
         return x.index_select(self.dim, self.index)
 
 
@@ -39,11 +44,11 @@ def select_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return (), {name: select(x), **dict(rest)}
 
 
-def put_select(layer: nn.Module, index: Tensor) -> None:
+def put_select(layer: nn.Module, index: Tensor, width: int | None) -> None:
     """Gives a layer a `Select` as its child `select`, run before it; the layer keeps its class and its keys."""
     weight: Any = layer.weight
     dim = -1 if isinstance(layer, nn.Linear) else 1 - weight.ndim
-    layer.add_module("select", Select(index.to(weight.device), dim))
+    layer.add_module("select", Select(index.to(weight.device), dim, width))
     layer.register_forward_pre_hook(select_first, with_kwargs=True)
 
 

@@ -1,18 +1,25 @@
 """Which units a trial takes out: some of each axis, as many of each part that must keep as many. And which sets of axes
-pass trials together, by halving: few trials where few fail.
+pass trials together, by halving: few trials where few fail. So do the layers that pick what they read of the network's
+own input.
 
-This file knows nothing of models.
+This file knows models as scenes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+import torch
 
 from ellzero.graph.axes import Graph, Numbers
-from ellzero.graph.plan import Mask
+from ellzero.graph.plan import Mask, make_plan
+from ellzero.graph.standins import put_select
+from ellzero.graph.tracing import first_line
+from ellzero.graph.trials.running import agree
+from ellzero.graph.trials.scenes import Scene
 
 HowMuch = Literal["one", "half", "many", "some", "uneven", "most"]
 Together = tuple[int, ...]  # axes of which as many units must stay, by number
@@ -107,3 +114,42 @@ def sifted(
         return [*good, *new]
     left = sift(new, good, first, reasons)[len(good) :]
     return sift(left, good, whole, reasons)
+
+
+def picking(graph: Graph, scene: Scene, tolerance: float) -> Graph:
+    """The graph whose layers keep all of the network's input that they read where one with a part of it goes wrong.
+
+    A forward may ask a layer how wide its input is (`view(-1, self.fc1.in_features)`), or have numbers for each.
+    """
+    given = np.array([a.given for a in graph.axes for _ in range(a.size)] + [True])  # the last: unit -1
+    flat = sorted(t for t in graph.in_own_module & graph.reading.keys() if len(graph.shapes[t]) == 2)
+    layers = [t for t in flat if graph.shapes[t][1] > 1 and given[graph.units[t][graph.reading[t]]].all()]
+    ends = tuple(path for path in scene.loans.ends if f"{path}.weight" not in layers)
+    scene = replace(scene, last=None, small=None, loans=replace(scene.loans, ends=ends))
+    reasons: dict[int, str] = {}
+    sets = [(k,) for k in range(len(layers))]
+    sift(sets, [], lambda some: _fails([layers[k] for k in some], graph, scene, tolerance), reasons)
+    why = {layers[k]: f"; {failure}" for k, failure in reasons.items()}
+    told = ["".join(why.get(s.tensor, "") for s in a.readers if a.given) for a in graph.axes]
+    axes = [replace(a, frozen=f"{a.frozen}{more}") if more else a for a, more in zip(graph.axes, told, strict=True)]
+    return replace(graph, axes=tuple(axes), in_own_module=graph.in_own_module - why.keys()) if why else graph
+
+
+def _fails(layers: Sequence[str], graph: Graph, scene: Scene, tolerance: float) -> str | None:
+    """How it goes wrong that these layers pick some of their inputs, if it does."""
+    random, alive = np.random.default_rng(0), np.ones(graph.offsets[-1], dtype=bool)
+    read = {t: graph.units[t][graph.reading[t]] for t in layers}
+    for units in read.values():
+        there = np.unique(units[units >= 0])
+        alive[random.permutation(there)[: max(1, round(0.4 * len(there)))]] = False
+    entries = {(t, graph.reading[t][0]): alive[units] | (units < 0) for t, units in read.items()}
+    plan, (masked, _) = make_plan(graph, np.ones_like(alive), entries=entries), scene.masked(graph, alive)
+    try:
+        small = replace(scene, small=None).removed(replace(plan, selects={}))
+        for name, (index, width) in plan.selects.items():  # now that its weight is there, which may have been lent
+            put_select(small.model.get_submodule(name.rpartition(".")[0]), torch.as_tensor(index), width)
+        removed, _ = small.masked(graph, plan.units)
+    except Exception as error:
+        return f"the model does not run with a part of it ({first_line(error)})"
+    same = agree(masked, removed, tolerance)
+    return None if same else "the model gives another output with a part of it than with zeros in its place"

@@ -29,7 +29,7 @@ from ellzero.graph.stored import (
 from ellzero.graph.tracing import Inputs, first_line, progress
 from ellzero.graph.trials import responding, routing
 from ellzero.graph.trials.blocks import found
-from ellzero.graph.trials.drawing import HowMuch, Together, cells, drawn, sift, sifted, together
+from ellzero.graph.trials.drawing import HowMuch, Together, cells, drawn, picking, sift, sifted, together
 from ellzero.graph.trials.retracing import strays
 from ellzero.graph.trials.running import (
     Coarsest,
@@ -126,7 +126,7 @@ def _proven(bench: _Bench) -> Graph:
     balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
     done = replace(graph, axes=tuple(axes), balances=balances, steps=steps, grouped=None)
-    return responding.hinted(routing.hinted(done))
+    return responding.hinted(routing.hinted(picking(done, bench.scenes[0], bench.tolerance)))
 
 
 def _tried_again(
