@@ -24,7 +24,6 @@ def renderer() -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the arena's rows of the MLP are of before pixels had gates by default")
 def test_the_tables_are_those_of_the_stored_results() -> None:
     render = renderer()
     written = render.PAGE.read_text(encoding="utf-8")
