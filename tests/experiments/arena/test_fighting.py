@@ -228,11 +228,13 @@ def test_the_figure_shows_every_point(tmp_path: Path) -> None:
 def test_seconds_of_another_device_are_not_beside_those_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(showing, "save", lambda figure, *_: drawn.extend(figure.axes))
-    elsewhere = [{**r, "device": "a CPU"} if r["recipe"]["method"] == "magnitude" else r for r in RECORDS]
-    showing.draw(elsewhere, Path())
-    errors, seconds = ({c.get_label() for c in panel.containers} for panel in drawn)
-    assert errors == {"Budget", "narrower", "TP magnitude", "Budget, stg"}
-    assert seconds == errors - {"TP magnitude"}
+    for moved, cross in (("magnitude", 1), ("dense", 0)):
+        drawn.clear()
+        showing.draw([{**r, "device": "a CPU"} if r["recipe"]["method"] == moved else r for r in RECORDS], Path())
+        errors, seconds = ({c.get_label() for c in panel.containers} for panel in drawn)
+        assert errors == {"Budget", "narrower", "TP magnitude", "Budget, stg"}
+        assert seconds == errors - ({"TP magnitude"} if moved == "magnitude" else set())
+        assert [line.get_marker() for line in drawn[1].lines].count("x") == cross
 
 
 # ---------------------------------------------------------------- the studies and the command

@@ -130,9 +130,11 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
                     axes[at].errorbar(macs, means, halves, **style)
                     if all(r["device"] == device for r in mine):  # others take other times
                         axes[columns + at].errorbar(seconds, means, halves, **style | {"linestyle": "none"})
-            for dense in (_point(r) for r in own if r["recipe"]["method"] == DENSE):
-                axes[at].axhline(dense[2], color=GREY, linestyle="--", linewidth=0.8, label="dense")
-                axes[columns + at].plot(dense[1], dense[2], "x", color=INK)
+            for dense in (r for r in own if r["recipe"]["method"] == DENSE):
+                _, taken, error, _ = _point(dense)
+                axes[at].axhline(error, color=GREY, linestyle="--", linewidth=0.8, label="dense")
+                if dense["device"] == device:
+                    axes[columns + at].plot(taken, error, "x", color=INK)
             axes[at].set(title=networks.find(network).title, xlabel="MACs kept (% of dense)", ylabel="test error (%)")
             axes[columns + at].set(xlabel="seconds of training", ylabel="test error (%)")
         most = max(axes[:columns], key=lambda panel: len(panel.get_legend_handles_labels()[1]))
