@@ -106,7 +106,7 @@ CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[], l0.Constraint]]] = {
     ),
     "kept params, automatic": (
         {"cost": "params", "at_most": 0.2, "on": "kept", "dual": "auto"},
-        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=l0.duals.ExponentiatedAscent(0.5 * 0.1, counts=0.5)),
+        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=duals.ExponentiatedAscent(0.5 * 0.1, 0.2, counts=0.5)),
     ),
     "params by module, extrapolated, warmed up": (
         {"cost": "params", "at_most": {"fc1": 0.3, "fc2": 0.1}, "dual": "extrapolation", "dual_lr": 0.5,
