@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.objectives import costs
+from ellzero.out import finalization
+from ellzero.out.bounding import targets as bounding
 from ellzero.out.finalization import refuse_unreachable
 from support.oracles import (
     Readers,
@@ -1333,6 +1335,35 @@ def test_finalize_fills_what_training_left_unused(cost: Any) -> None:
             assert evidence[name][new].min() >= evidence[name][~gate.open()].max()
         assert bool((gate.value()[new] < 0.25).all())
     assert_counted(gated, l0.compact(gated), (images(2, 1, 14, 14),))
+
+
+@pytest.mark.slow
+def test_many_units_come_back_together_and_the_last_ones_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hidden layers of 300, of which four units are open: as full as one by one, and it counts seldom."""
+    asked: list[int] = []
+    kept = bounding.Target.kept
+    monkeypatch.setattr(bounding.Target, "kept", lambda self, opens: asked.append(1) or kept(self, opens))
+    widths, often = [], []
+    for several in (finalization.SEVERAL, 10**9):
+        monkeypatch.setattr(finalization, "SEVERAL", several)
+        gated = l0.attach(settled(MLP(4, 300, 300, 3)), images(2, 4), where=l0.shrinkable(inputs=False))
+        for k, (_, gate) in enumerate(gated.named_gates()):
+            likely = -4 - torch.rand(300, generator=torch.Generator().manual_seed(k))
+            gate.log_alpha.data = torch.where(torch.arange(300) < 4, 4.0, likely)
+        evidence = {name: gate.evidence().clone() for name, gate in gated.named_gates()}
+        asked.clear()
+        l0.finalize(gated, 0.3, l0.macs, fill=True)
+        often.append(len(asked))
+        widths.append([int(gate.open().sum()) for _, gate in gated.named_gates()])
+        target, opens = 0.3 * l0.dense(l0.macs, gated), gated.opens()
+        assert float(l0.macs(gated, kept=True)) <= target
+        for unit in torch.nonzero(~opens).flatten().tolist():
+            with gated.assuming((opens | (torch.arange(600) == unit)).double()):
+                assert float(l0.macs(gated, kept=True)) > target
+        for name, gate in ((n, g) for n, g in gated.named_gates() if not g.open().all()):  # the likelier ones
+            assert evidence[name][gate.open()].min() >= evidence[name][~gate.open()].max()
+    assert 2 * often[0] < often[1]
+    assert all(abs(together - single) < 0.1 * single for together, single in zip(*widths, strict=True)), widths
 
 
 @pytest.mark.slow

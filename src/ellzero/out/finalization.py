@@ -23,6 +23,7 @@ from ellzero.out.compaction import refuse_unfit
 from ellzero.out.latency.cost import Latency
 from ellzero.out.latency.widening import widened
 
+SEVERAL = 64  # units or more that are to come back do so together
 MUCH = 0.2  # of the dense cost: what `finalize` may close without a word
 Uniform = Literal["blocks"] | None
 
@@ -270,7 +271,7 @@ def _refilled(target: Target, opens: Tensor, closed: Tensor) -> Tensor:
     free = closed & sets.there  # they fill up a part of a balance, and are there anyway
     if target.kept(opens | free) <= most:
         opens = opens | free
-    closed, price = closed & ~free, None
+    closed, price, share = closed & ~free, None, 0.5
     while bool((closed & ~asleep(target.gated, opens)).any()):
         price = sets.sums(target.savings(sets.there), ~sets.there) if price is None else price
         closed &= (price <= most - current)[sets.of]
@@ -278,6 +279,18 @@ def _refilled(target: Target, opens: Tensor, closed: Tensor) -> Tensor:
         if not bool(awake.any()):
             break
         worth = sets.sums(weighed(target.gated, evidence, opens), awake) / price.clamp(min=1e-30)
+        # Where many are to come back, the best of them come together, up to half of the way.
+        worth = torch.where(sets.sums(awake.double(), awake) > 0, worth, -torch.inf)
+        order = torch.argsort(worth, descending=True, stable=True)
+        within = torch.cumsum(price[order], 0) <= share * (most - current)
+        best = order[within & worth[order].isfinite()]
+        if len(best) >= SEVERAL:
+            mine = torch.isin(sets.of, best) & closed
+            if (now := target.kept(opens | mine)) <= most:
+                current, opens, closed, price = now, opens | mine, closed & ~mine, None
+                sets = replace(sets, there=sets.there | torch.isin(sets.of, best))
+                continue
+            share /= 2  # together they cost more than each alone
         mine = sets.of == sets.of[torch.where(awake, worth[sets.of], -torch.inf).argmax()]
         now = target.kept(opens | (mine & closed))
         if now <= most:  # what comes back may cost more than its gradient says: a layer that returns
