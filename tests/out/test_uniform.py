@@ -82,7 +82,7 @@ def test_without_filling_nothing_but_the_mean_opens() -> None:
 def test_a_target_below_the_least_widths_is_refused() -> None:
     least = size(8, 1) / size(64, 6)
     l0.Budget(gated(), params=1.001 * least, steps=4, uniform="blocks")
-    with pytest.raises(ValueError, match=r"`at_most` must be at least 0\.1"):
+    with pytest.raises(ValueError, match=r"`params` must be at least 0\.1"):
         l0.Budget(gated(), params=0.999 * least, steps=4, uniform="blocks")
     network = gated()
     before = network.opens()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, final
 
@@ -130,9 +131,12 @@ class Budget:
         self.gated, self.shrink, self.ema, self.uniform, self.done = gated, shrink, ema, uniform, 0
         dual, fall = SelfPacedAscent(self.settles, self.gate_lr), GeometricWarmup(max(1.0, FALLING * self.settles))
         terms = partial(Constraint, on="kept", dual=dual, warmup=fall)
-        self.constraints = [terms(cost, bound).bind(gated) for cost, bound in self.bounds.items()]
+        self.constraints = []
         for cost, bound in self.bounds.items():
-            refuse_unreachable(gated, bound, cost, uniform=uniform)
+            kind: Any = Latency if isinstance(cost, Latency) else cost
+            with _in_words_of("at_most" if named.get(kind) is None else name_of(cost)):
+                self.constraints.append(terms(cost, bound).bind(gated))
+                refuse_unreachable(gated, bound, cost, uniform=uniform)
         _claim(gated, self)
         gated.gate_lr, self._start = self.gate_lr, moves(gated)  # to see whether anything moves the gates
         self.masked: str | None = None  # why closed units stay in the live network until the end
@@ -360,6 +364,15 @@ def _claim(gated: Gated, budget: Budget) -> None:
         raise ValueError("`gated` must have one budget, got a second: name all costs in one")
     _DRIVEN[gated] = weakref.ref(budget)
     remind(gated, partial(_waits, weakref.ref(budget)))
+
+
+@contextmanager
+def _in_words_of(argument: str) -> Iterator[None]:
+    """Lets a refusal name the argument that was written."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("`at_most`", f"`{argument}`")) from error
 
 
 def _waits(here: weakref.ref[Budget]) -> bool:
