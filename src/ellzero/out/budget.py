@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self, final
 
@@ -30,7 +29,7 @@ from ellzero.out import shrinking
 from ellzero.out.bounding.driving import Driver, refuse_without, remind
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import Uniform, refuse_unreachable
-from ellzero.out.latency.bounds import measured, said, tables, take_tables
+from ellzero.out.latency.bounds import in_words_of, measured, said, tables, take_tables
 from ellzero.out.latency.cost import Latency
 from ellzero.out.settling import CRUSHED, crushed, fold_in, hasty, recalibrate, settle
 
@@ -123,9 +122,8 @@ class Budget:
         if not isinstance(gated, Gated):
             raise TypeError(f"`gated` must be what `attach` returned, got {type(gated).__name__}")
         named = {costs.macs: macs, costs.params: params, costs.l0_norm: l0_norm, costs.units: units, Latency: latency}
-        bounds = said(at_most or {}, named)
         _check(gated, learning, gate_lr, ema)
-        self.steps, self.bounds = check_count("steps", steps), measured(gated, bounds)
+        self.steps, self.bounds = check_count("steps", steps), measured(gated, said(at_most or {}, named))
         self.settles = max(1, round(learning * steps))
         self.gate_lr = min(FASTEST, TRAVEL / self.settles) if gate_lr is None else float(gate_lr)
         self.gated, self.shrink, self.ema, self.uniform, self.done = gated, shrink, ema, uniform, 0
@@ -133,8 +131,7 @@ class Budget:
         terms = partial(Constraint, on="kept", dual=dual, warmup=fall)
         self.constraints = []
         for cost, bound in self.bounds.items():
-            kind: Any = Latency if isinstance(cost, Latency) else cost
-            with _in_words_of("at_most" if named.get(kind) is None else name_of(cost)):
+            with in_words_of(cost, named):
                 self.constraints.append(terms(cost, bound).bind(gated))
                 refuse_unreachable(gated, bound, cost, uniform=uniform)
         _claim(gated, self)
@@ -364,15 +361,6 @@ def _claim(gated: Gated, budget: Budget) -> None:
         raise ValueError("`gated` must have one budget, got a second: name all costs in one")
     _DRIVEN[gated] = weakref.ref(budget)
     remind(gated, partial(_waits, weakref.ref(budget)))
-
-
-@contextmanager
-def _in_words_of(argument: str) -> Iterator[None]:
-    """Lets a refusal name the argument that was written."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace("`at_most`", f"`{argument}`")) from error
 
 
 def _waits(here: weakref.ref[Budget]) -> bool:

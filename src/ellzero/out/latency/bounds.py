@@ -5,12 +5,13 @@ A run that is taken up goes on with the tables that it began with: times that we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ellzero.gated.module import Gated
 from ellzero.objectives.checking import check_fractions
-from ellzero.objectives.costs import Cost
+from ellzero.objectives.costs import Cost, name_of
 from ellzero.out.latency.correcting import agreed
 from ellzero.out.latency.cost import Latency
 from ellzero.out.latency.table import Table
@@ -32,6 +33,17 @@ def said(at_most: Mapping[Cost, Bound], named: Mapping[Any, Bound | None]) -> di
         argument = "latency" if cost is Latency else getattr(cost, "__name__", "")
         check_fractions(bound, argument if named.get(cost) is not None else "at_most")
     return bounds
+
+
+@contextmanager
+def in_words_of(cost: Cost, named: Mapping[Any, Bound | None]) -> Iterator[None]:
+    """Lets a refusal name the argument that the bound of a cost was given by."""
+    try:
+        yield
+    except ValueError as error:
+        kind: Any = Latency if isinstance(cost, Latency) else cost
+        argument = "at_most" if named.get(kind) is None else name_of(cost)
+        raise ValueError(str(error).replace("`at_most`", f"`{argument}`")) from error
 
 
 def measured(gated: Gated, bounds: Mapping[Any, Bound]) -> dict[Cost, Bound]:
