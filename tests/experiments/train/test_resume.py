@@ -342,12 +342,15 @@ def test_other_data_another_number_of_processes_and_multipliers_that_move_otherw
     checkpoint.save(folder.checkpoints, {**found.state, "ranks": 2}, step=9, recipe_digest=digest, recipes=plain)
     with pytest.raises(CheckpointError, match=r"was trained with 2 processes and goes on with as many, got 1$"):
         short(folder)
-    otherwise = {**found.state, "dual": "SelfPacedAscent(steps=4, gate_lr=0.1, start=0.5, counts=0.5)"}
-    checkpoint.save(folder.checkpoints, otherwise, step=9, recipe_digest=digest, recipes=plain)
-    with pytest.raises(
-        CheckpointError, match=r"multipliers that move by SelfPacedAscent\(.*start=0.5.*and here they go by"
+    other = {"dual": "SelfPacedAscent(steps=4, gate_lr=0.1, start=0.5, counts=0.5)"}
+    before = {key: value for key, value in found.state.items() if key != "dual"}
+    for changed, why in (
+        ({**found.state, **other}, r"SelfPacedAscent\(.*start=0.5.*"),
+        (before, "the rules of an earlier"),
     ):
-        short(folder)
+        checkpoint.save(folder.checkpoints, changed, step=9, recipe_digest=digest, recipes=plain)
+        with pytest.raises(CheckpointError, match=rf"multipliers that move by {why}.*and here they go by NuPI"):
+            short(folder)
     name, value = next(iter(found.state["values"].items()))
     for values, why in (
         ({name: value.reshape(-1)[:1]}, rf"`values\.{name}` has shape \(1,\), and must be "),  # it would fit everywhere

@@ -157,10 +157,10 @@ def _take_up(trainer: Trainer, folder: Folder, found: checkpoint.Checkpoint, cut
             raise checkpoint.CheckpointError(
                 f"{str(folder.path)!r} was trained with {then} {what} and goes on with as many, got {now}"
             )
-    if cut and (moved := found.state.get("dual")) != (moves := repr(trainer.lagrangian.dual)):
-        raise checkpoint.CheckpointError(
-            f"{str(folder.path)!r} was trained with multipliers that move by {moved}, and here they go by {moves}"
-        )
+    moved, moves = found.state.get("dual", "the rules of an earlier version"), repr(trainer.lagrangian.dual)
+    if cut and moved != moves and any(recipe.at_most is not None for recipe in trainer.recipes):
+        why = f"was trained with multipliers that move by {moved}, and here they go by {moves}"
+        raise checkpoint.CheckpointError(f"{str(folder.path)!r} {why}")
     for message in fitting.changes(folder.about, trainer.recipe, trainer.data) if trainer.rank == 0 else ():
         warnings.warn(message, stacklevel=3)
     threads = torch.get_num_threads()
