@@ -8,18 +8,20 @@
 Three networks at 10, 20, 35 and 50 % of their dense MACs. All methods have one loop (SGD with momentum, cosine
 schedule, the same batches in the same order, nothing averaged) and the same epochs; dense training counts. Ours is a
 `Budget` with its defaults, which on the MLP has gates on pixels too; `budget-hidden` keeps them all, as the rivals do.
+`shape` trains the shape that it found once more, in all epochs again; `shape-counted` in those that its search leaves.
 Torch-Pruning (the package itself) prunes after half of the epochs and fine-tunes for the
 other half. `arena-split` tests on images that are held out of the training set: no setting is chosen by a test image.
 """
 
 from ellzero.experiments.arena.contest import DENSE, Contest
 from ellzero.experiments.arena.ours import CHANGED, FAMILIES, HIDDEN, INPUTS
+from ellzero.experiments.arena.scratch import SHAPES
 from ellzero.experiments.arena.showing import draw, says, table
 from ellzero.experiments.study import Study
 
 TARGETS = (0.1, 0.2, 0.35, 0.5)
 FAMILY = "bernoulli"  # the other family of gates, by `arena-split` on the MLP at 10 %: results/arena-split-8/
-METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", "shape")
+METHODS = ("budget", FAMILY, "magnitude", "norm", "taylor", "narrow", *SHAPES)
 OTHERS = (*(name for name in FAMILIES if name != FAMILY), *CHANGED)  # to choose it and the defaults by
 NETWORKS = {"lenet300": "mnist", "lenet5": "mnist", "resnet-56": "cifar10"}
 EPOCHS = 20

@@ -240,7 +240,7 @@ def _transformers() -> Iterable[Recipe]:
     vit = Recipe.from_dict({**what, **steps, **images, "placement": None, "init": "own", "dropout": 0.1})
     yield vit
     for percent in (50, 30):
-        yield _within(vit, percent, learning=0.1)  # by `vit-split`
+        yield _within(vit, percent, learning=0.03)  # six epochs: by `vit-split`
 
 
 def _within(dense: Recipe, percent: int, learning: float = LEARNING) -> Recipe:

@@ -248,7 +248,7 @@ def test_the_arena_has_twelve_cells_and_its_split_has_them_on_other_images() -> 
     assert len(cells) == 12
     assert {c.network for c in fought} == {"lenet300", "lenet5", "resnet-56"}
     assert {a for _, a in cells} == {0.1, 0.2, 0.35, 0.5}
-    for method in ("budget", "magnitude", "norm", "taylor", "narrow", "shape"):
+    for method in ("budget", "magnitude", "norm", "taylor", "narrow", "shape", "shape-counted"):
         assert {(c.network, c.at_most) for c in fought if c.method == method} == cells
     assert len({c.epochs for c in arena.contests if c.network == "resnet-56"}) == 1
     assert arena.seeds >= 3

@@ -72,7 +72,7 @@ def bout(at_most: float, found: Path | None = None, network: Network = SMALL, da
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("coarse")
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("dense", "shape") and not re.search("-keep|-l", m)])
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("dense", *scratch.SHAPES) and not re.search("-keep|-l", m)])
 def test_a_method_keeps_within_the_macs_and_takes_all_steps(method: str) -> None:
     at_most = bout(0.3)
     network = METHODS[method](at_most)
@@ -388,19 +388,21 @@ def test_a_seed_of_a_contest_is_what_it_says(tmp_path: Path, monkeypatch: pytest
     assert given.loop.error(scratch.narrow(given)) == got["error_last"]
     assert row.name == "lenet300-10-narrow"
     assert row.settings()["epochs"] == 2
-    assert replace(row, method="shape").needs == "lenet300-10-budget"
+    for again in ("shape", "shape-counted"):
+        assert replace(row, method=again).needs == "lenet300-10-budget"
 
 
 @pytest.mark.slow
 def test_the_shape_is_trained_from_what_budget_left(tmp_path: Path) -> None:
     found = tmp_path / "folder" / "found.safetensors"
-    row = Contest("lenet300", "budget", 0.2, "mnist5k", 2)
+    row = Contest("lenet300", "budget", 0.2, "mnist5k", 5)
     ours = row.fought(0, digits(), found)
-    again = replace(row, method="shape").fought(0, digits(), found)
-    assert numel(l0.load(find("lenet300").make(10), found)) == ours["params"] == again["params"]
-    assert again["shapes"] == ours["shapes"]
-    assert again["macs"] == ours["macs"]
-    assert again["steps"] == ours["steps"]
+    for method, epochs in (("shape", 5), ("shape-counted", 3)):  # the gates chose for two of them
+        again = replace(row, method=method).fought(0, digits(), found)
+        assert numel(l0.load(find("lenet300").make(10), found)) == ours["params"] == again["params"]
+        assert again["shapes"] == ours["shapes"]
+        assert again["macs"] == ours["macs"]
+        assert again["steps"] == ours["steps"] * epochs / 5
     assert ours["macs"]["kept"] <= 0.2
 
 

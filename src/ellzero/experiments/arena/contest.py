@@ -21,7 +21,7 @@ from ellzero.experiments.store.provenance import provenance
 from ellzero.out import saving
 
 Record = dict[str, Any]
-OURS, FROM_SHAPE, DENSE = "budget", "shape", "dense"
+OURS, DENSE = "budget", "dense"
 METHODS: dict[str, Method] = {
     OURS: ours.budget,
     **ours.FAMILIES,
@@ -30,7 +30,7 @@ METHODS: dict[str, Method] = {
     **ours.INPUTS,
     **rivals.RIVALS,
     "narrow": scratch.narrow,
-    FROM_SHAPE: scratch.shape,
+    **scratch.SHAPES,
     DENSE: scratch.dense,
 }
 
@@ -65,7 +65,7 @@ class Contest:
     @property
     def needs(self) -> str | None:
         """The name of the contest whose networks it starts from."""
-        return replace(self, method=OURS).name if self.method == FROM_SHAPE else None
+        return replace(self, method=OURS).name if self.method in scratch.SHAPES else None
 
     def settings(self) -> Record:
         """All that decides what comes out, but the seed."""

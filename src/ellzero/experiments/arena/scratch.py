@@ -1,18 +1,20 @@
 """What needs no pruning: the dense network, a uniformly narrower one, and the shape that `budget` found, each trained
-from new weights for all epochs.
+from new weights.
 """
 
 from __future__ import annotations
 
 import bisect
+from functools import partial
 
 import torch
 from torch import nn
 
 from ellzero.experiments.arena import counting
-from ellzero.experiments.arena.bout import Bout
+from ellzero.experiments.arena.bout import Bout, Method
 from ellzero.graph.standins import Closed
 from ellzero.out import saving
+from ellzero.out.budget import LEARNING
 
 FINENESS = 1024  # shares of the widths that are tried
 
@@ -40,13 +42,19 @@ def narrow(bout: Bout) -> nn.Module:
     return bout.loop.train(network, bout.loop.epochs)
 
 
-def shape(bout: Bout) -> nn.Module:
-    """The shape that `budget` found with the same seed, with new weights; it reads the same inputs."""
+def shape(bout: Bout, *, searched: float = 0.0) -> nn.Module:
+    """The shape that `budget` found with the same seed, with new weights; it reads the same inputs.
+
+    The share `searched` of the epochs is what it took to find the shape: the rest are left to train it.
+    """
     if bout.found is None:
         raise ValueError("`shape` must come after `budget` of the same network, MACs and seed, and needs its file")
     network = saving.load(bout.network.make(bout.classes), bout.found)
     renew(network)
-    return bout.loop.train(network.to(bout.example.device), bout.loop.epochs)
+    return bout.loop.train(network.to(bout.example.device), bout.loop.epochs - round(searched * bout.loop.epochs))
+
+
+SHAPES: dict[str, Method] = {"shape": shape, "shape-counted": partial(shape, searched=LEARNING)}
 
 
 @torch.no_grad()
