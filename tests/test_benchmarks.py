@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from ellzero.experiments.papers import get
 from ellzero.out.latency import regions
 from support import ROOT
 from support.scripts import loaded
@@ -70,6 +72,39 @@ def test_wide_networks_are_compared_with_the_dense_one_in_the_same_loop(
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 4
     assert all("× dense" in line and "as it is" in line for line in printed)
+
+
+def macs_of_vit(stream: int, heads: Sequence[int], hidden: Sequence[int]) -> int:
+    """Of ViT-Lite with patches of 8 and heads of 8 entries: 16 places and the class's token."""
+    layers = zip(heads, hidden, strict=True)
+    inside = sum(17 * stream * (4 * 8 * h + 2 * n) + 2 * 17**2 * 8 * h for h, n in layers)
+    return 16 * 3 * 64 * stream + inside + 10 * stream
+
+
+@pytest.mark.slow
+def test_a_transformer_whose_gates_settle_is_compared_with_the_dense_one_phase_by_phase(
+    benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = {"patches": 24, "blocks.0.qkv": 3, "blocks.0.up": 40, "blocks.1.qkv": 1, "blocks.1.up": 10}
+    share = macs_of_vit(24, (3, 1), (40, 10)) / macs_of_vit(32, (4, 4), (64, 64))
+    row = get("vit-50-cifar10").override(network="vit-lite-2-8-32", at_most=share * 1.0001)
+    file = tmp_path / "row.json"
+    file.write_text(json.dumps({"recipe": row.to_dict(), "seeds": [{"architecture": left}]}))
+    words = ["--row", str(file), "--device", "cpu", "--images", "16", "--batch", "8", "--precision", "float32"]
+    benchmark("vit_speed").main([*words, "--steps", "1", "--rounds", "2", "--json", str(tmp_path / "speed.json")])
+    stored = json.loads((tmp_path / "speed.json").read_text())
+    rows, run = stored["steps"], stored["run"]
+    assert [rows[phase]["macs"] for phase in ("dense", "gated")] == [1, 1]
+    assert rows["settled"]["widths"] == left
+    assert rows["settled"]["macs"] == pytest.approx(share)
+    ms, extra = (
+        [rows[p][key] for p in ("dense", "gated", "settled")] for key in ("milliseconds", "compilation_seconds")
+    )
+    assert run["dense_seconds"] == pytest.approx(200 * 390 * ms[0] / 1e3 + extra[0])
+    assert run["seconds"] == pytest.approx(390 * (6 * ms[1] + 194 * ms[2]) / 1e3 + extra[1] + extra[2])
+    assert run["ratio"] == run["seconds"] / run["dense_seconds"]
+    assert stored["options"]["row"] == "row.json"  # no folder of this machine
+    assert capsys.readouterr().out.count("× dense") == 3
 
 
 def test_steps_of_wide_networks_that_are_measured_in_no_way_are_refused(

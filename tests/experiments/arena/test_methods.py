@@ -72,7 +72,9 @@ def bout(at_most: float, found: Path | None = None, network: Network = SMALL, da
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("coarse")
-@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("dense", *scratch.SHAPES) and not re.search("-keep|-l", m)])
+@pytest.mark.parametrize(
+    "method", [m for m in METHODS if m not in ("dense", *scratch.SHAPES) and not re.search("-keep|-l", m)]
+)
 def test_a_method_keeps_within_the_macs_and_takes_all_steps(method: str) -> None:
     at_most = bout(0.3)
     network = METHODS[method](at_most)
