@@ -11,7 +11,7 @@ ViT-Lite-7/4 on CIFAR-10: Hassani et al. (2021) give 91.38 % accuracy after 200 
 90.94 % for ViT-Lite-6/4. They count 239 and 205 M MACs, without the products of queries, keys and values.
 
 In the rows with gates, LayerNorms subtract no mean (`l0.centred`), so that the stream can shrink. The gates choose for
-two fifths of the epochs of the GPT and a tenth of ViT-Lite's (by `vit-split`); then the network shrinks, and trains on
+two fifths of the epochs of the GPT and for six of ViT-Lite's (by `vit-split`); then the network shrinks, and trains on
 alone. Beside them are narrower networks of about as many MACs, trained from scratch in as many epochs.
 
 "heads" and "feed-forward" are what is left in each layer, of the first seed; "stream" is the width of the stream.

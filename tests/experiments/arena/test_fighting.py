@@ -203,6 +203,14 @@ def test_what_is_won_and_lost_by_hand() -> None:
     assert over[2] == "over the MACs that are allowed: lenet5-20-narrow"
 
 
+def test_a_shape_whose_search_is_not_counted_is_told_apart() -> None:
+    free, counted = record("shape", [0.9, 1.0, 1.1]), record("shape-counted", [1.9, 2.0, 2.1], 0.1, 0.1)
+    won, equal, *_ = showing.says([*RECORDS[:3], free, RECORDS[3], counted])
+    assert won == "Budget has the lowest mean error in 0 of 2 cells"
+    assert equal == "among methods of equal epochs, which its shape trained once more is not, in 1"
+    assert not any("equal epochs" in line for line in showing.says([*RECORDS[:4], counted]))
+
+
 def test_equal_seeds_and_macs_are_paired_over_all_cells_by_hand() -> None:
     more = record("narrow", [2.1, 2.4], 0.1, 0.1)  # one seed fewer than ours
     narrow, _, stg = [line for line in showing.says([*RECORDS, more]) if "all cells" in line]

@@ -78,10 +78,10 @@ def says(records: Sequence[Record]) -> list[str]:
     if not fights:
         return []
     lost = {cell: best for cell, own in fights.items() if (best := _best(own)) != OURS}
-    equal = sum(_best({m: r for m, r in own.items() if m != FREE}) == OURS for own in fights.values())
     out = [f"Budget has the lowest mean error in {len(fights) - len(lost)} of {len(fights)} cells"]
-    if equal > len(fights) - len(lost):
-        out.append(f"among methods of equal epochs, all but its shape trained once more, it is in {equal}")
+    if any(FREE in own for own in fights.values()):
+        equal = sum(_best({m: r for m, r in own.items() if m != FREE}) == OURS for own in fights.values())
+        out.append(f"among methods of equal epochs, which its shape trained once more is not, in {equal}")
     for (network, at_most), best in lost.items():
         own = fights[network, at_most]
         more, half = difference(errors(own[OURS]), errors(own[best]))
