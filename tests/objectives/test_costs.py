@@ -405,6 +405,46 @@ def test_assuming_answers_for_other_gates_and_is_undone() -> None:
     assert number(l0.units(gated)) == before
 
 
+def test_gates_that_are_asked_once_say_the_same_and_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated = l0.attach(mlp(6, 5, 4, 3), (torch.randn(2, 6),), where=l0.per_layer())
+    calls, gates = [], [gate for _, gate in gated.named_gates()]
+    asked = type(gates[0]).prob_from
+    monkeypatch.setattr(type(gates[0]), "prob_from", lambda self, phi: calls.append(1) or asked(self, phi))
+
+    def both(together: bool) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        names = [name for name, _ in gated.named_gates()]
+        if together:
+            found = costs.of_parts(l0.l0_norm, names, gated)
+        else:
+            found = [l0.l0_norm(gated, only=name) for name in names]
+        weighed = torch.stack([k * cost for k, cost in enumerate(found, 1)]).sum()
+        return found, torch.autograd.grad(weighed, list(gated.gates.parameters()))
+
+    one_by_one, apart = both(False)
+    assert len(calls) == len(gates) == 3
+    at_once, together = both(True)
+    assert len(calls) == 4
+    assert at_once == one_by_one
+    for a, b in zip(apart, together, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+    with torch.no_grad():
+        gates[0].log_alpha.sub_(3)
+    assert both(True)[0][0] < at_once[0]  # nothing is remembered
+
+
+def test_an_answer_without_a_gradient_does_not_serve_one_who_needs_it() -> None:
+    gated = l0.attach(mlp(6, 5, 4), (torch.randn(2, 6),))
+    with gated.asked_once():
+        with torch.no_grad():
+            before = gated.prob_open()
+        assert not before.requires_grad
+        asked = gated.prob_open()
+        assert asked.requires_grad
+        with gated.asked_once(), torch.no_grad():
+            assert gated.prob_open() is asked
+    assert gated.prob_open() is not asked
+
+
 @pytest.mark.parametrize("opens", [torch.ones(2), torch.ones(3, 1), torch.ones(())])
 def test_assuming_refuses_other_shapes(opens: Tensor) -> None:
     gated = traced.attached(mlp(2, 3, 2), torch.zeros(1, 2))

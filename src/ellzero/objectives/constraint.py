@@ -29,7 +29,7 @@ from ellzero.objectives.checking import (
     refuse_unmoved,
     stranger,
 )
-from ellzero.objectives.costs import Cost, called, floor, kept, name_of, only, savings
+from ellzero.objectives.costs import Cost, floor, kept, name_of, of_parts, only, savings
 from ellzero.objectives.duals import AbstractDual, AbstractWarmup, GradientAscent
 from ellzero.objectives.watching import Watch
 
@@ -241,7 +241,7 @@ class Constraint(nn.Module):
         return f"{name_of(self.cost)}, at_most={at_most}, per_axis={self._per_axis}, on={self._on!r}, dual={self.dual}"
 
     def _costs(self, gated: Gated, cost: Cost, groups: Mapping[str | None, float]) -> Tensor:
-        costs = [called(only(cost, group), gated) for group in groups]
+        costs = of_parts(cost, groups, gated)
         return costs[0].unsqueeze(0) if len(costs) == 1 else torch.stack(costs)  # one is the common case: a view
 
     def _gap(self, gated: Gated, cost: Cost) -> Tensor:

@@ -11,7 +11,7 @@ for more.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
@@ -54,8 +54,9 @@ def l0_norm(gated: Gated, *, kept: bool = False, only: str | None = None) -> Ten
     p = _open(gated, kept)
     counts, shared = _counted(gated, only, p.dtype)
     total = p @ counts
+    extended = _extended(p) if shared else p
     for tensor, sites in shared.items():
-        factor = _product(gated, gated.graph.shapes[tensor], sites, p)
+        factor = _product(gated, gated.graph.shapes[tensor], sites, extended)
         total = total + factor.sum() * (prod(gated.graph.shapes[tensor]) / factor.numel())
     return total
 
@@ -73,15 +74,15 @@ def l2_norm(gated: Gated, *, kept: bool = False, only: str | None = None, detach
         detach_gates: let it shrink the weights and leave the gates alone.
     """
     p = _open(gated, kept)
-    p = p.detach() if detach_gates else p
+    extended = _extended(p.detach() if detach_gates else p)
     members = dict(gated.model.named_parameters())
-    total = p.new_zeros(())
+    norms = [p.new_zeros(())]
     for tensor, sites in _counting_sites(gated, only, gated.present).items():
-        factor = _product(gated, members[tensor].shape, sites, p)
+        factor = _product(gated, members[tensor].shape, sites, extended)
         square = members[tensor].to(p.dtype).square()
         summed = [d for d in range(square.ndim) if factor.shape[d] == 1 and square.shape[d] > 1]
-        total = total + ((square.sum(summed, keepdim=True) if summed else square) * factor).sum()
-    return total
+        norms.append(((square.sum(summed, keepdim=True) if summed else square) * factor).sum())
+    return torch.stack(norms).sum()
 
 
 def params(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
@@ -196,6 +197,12 @@ def only(cost: Cost, pattern: str | None) -> Cost:
         8.0
     """
     return cost if pattern is None else partial(_taking(cost, "only", pattern), only=pattern)
+
+
+def of_parts(cost: Cost, patterns: Iterable[str | None], gated: Gated) -> list[Tensor]:
+    """What a cost says about each part of a network that a pattern names."""
+    with gated.asked_once():
+        return [called(only(cost, pattern), gated) for pattern in patterns]
 
 
 def called(cost: Cost, gated: Gated) -> Tensor:
@@ -382,16 +389,20 @@ def _counted(gated: Gated, only: str | None, dtype: torch.dtype) -> tuple[Tensor
     return found
 
 
-def _product(gated: Gated, shape: Sequence[int], sites: Sequence[Any], p: Tensor) -> Tensor:
+def _extended(p: Tensor) -> Tensor:
+    """With a gate behind the others that is always open, for what no gate counts."""
+    return torch.cat([p, p.new_ones(1)])
+
+
+def _product(gated: Gated, shape: Sequence[int], sites: Sequence[Any], extended: Tensor) -> Tensor:
     """The product of the probabilities of all gates that count a tensor of `shape`, in one that broadcasts to it."""
-    extended = torch.cat([p, p.new_ones(1)])
     out: Tensor | None = None
     for start, _, site in sites:
         key = ("index", start, site.tensor, site.dims, tuple(shape))
         index = gated.memo.get(key)
         if index is None:
-            index = torch.as_tensor(site.units, device=p.device)
-            index = torch.where(index < 0, len(p), index + start)
+            index = torch.as_tensor(site.units, device=extended.device)
+            index = torch.where(index < 0, len(extended) - 1, index + start)
             if not torch.compiler.is_compiling():  # once: a captured step cannot bring it to the device
                 gated.memo[key] = index
         factor = extended[index].reshape([shape[d] if d in site.dims else 1 for d in range(len(shape))])

@@ -23,7 +23,7 @@ from ellzero.objectives.checking import (
     dense_of,
     refuse_unmoved,
 )
-from ellzero.objectives.costs import Cost, called, l0_norm, name_of, only
+from ellzero.objectives.costs import Cost, called, l0_norm, name_of, of_parts
 from ellzero.objectives.watching import Watch
 
 
@@ -83,7 +83,8 @@ class Penalty:
             self._watch.look(gated)
         if None in self._weights:
             return self._weights[None] * called(self.cost, gated)
-        return torch.stack([weight * called(only(self.cost, p), gated) for p, weight in self._weights.items()]).sum()
+        parts = zip(self._weights.values(), of_parts(self.cost, self._weights, gated), strict=True)
+        return torch.stack([weight * cost for weight, cost in parts]).sum()
 
     def __repr__(self) -> str:
         return f"Penalty({name_of(self.cost)}, weight={self.weight})"

@@ -31,6 +31,7 @@ class Asking(Fixing):
     gates: nn.ModuleDict
     tables: dict[str, Tensor]
     _assumed: Tensor | None
+    _said: list[Tensor] | None = None  # P(z ≠ 0), where many ask
     _begun: tuple[int, ...] = ()
 
     def _gates(self) -> list[AbstractGate]:
@@ -66,7 +67,14 @@ class Asking(Fixing):
 
     def prob_open(self) -> Tensor:
         """P(z ≠ 0) of all gates, one placement after the other, flat."""
-        return flat(self._gates(), lambda g, phi: g.prob_from(phi)) if self._assumed is None else self._assumed
+        if self._assumed is not None:
+            return self._assumed
+        if self._said and (self._said[0].requires_grad or not torch.is_grad_enabled()):
+            return self._said[0]
+        p = flat(self._gates(), lambda g, phi: g.prob_from(phi))
+        if self._said is not None:
+            self._said[:] = [p]
+        return p
 
     def opens(self) -> Tensor:
         """Which gates are open at test time, flat."""
@@ -82,6 +90,19 @@ class Asking(Fixing):
         """What its family charges for each gate, flat; nothing for one that is assumed to be closed."""
         charged = flat(self._gates(), lambda g, phi: g.complexity_from(phi))
         return charged if self._assumed is None else charged * self._assumed
+
+    @contextmanager
+    def asked_once(self) -> Iterator[None]:
+        """Lets `prob_open()` work out one answer for many costs, whose gradients then go one way; no gate may move
+        meanwhile. A compiler sees by itself what is asked twice.
+        """
+        before = self._said
+        if before is None and not torch.compiler.is_compiling():
+            self._said = []
+        try:
+            yield
+        finally:
+            self._said = before
 
     @contextmanager
     def assuming(self, opens: Tensor) -> Iterator[None]:

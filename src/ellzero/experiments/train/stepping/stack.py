@@ -85,12 +85,13 @@ class Objective(nn.Module):
             every = self.gated.complexity()
             charged = {None: every} | dict(self.gated.by_placement(every).items())
         fractions = zip(self.parts, self.dense, strict=True)
-        return torch.stack(
-            [
-                charged[pattern].sum() if c is costs.complexity else costs.only(c, pattern)(self.gated) / d
-                for (c, pattern), d in fractions
-            ]
-        )
+        with self.gated.asked_once():
+            return torch.stack(
+                [
+                    charged[pattern].sum() if c is costs.complexity else costs.only(c, pattern)(self.gated) / d
+                    for (c, pattern), d in fractions
+                ]
+            )
 
     def kept(self) -> Tensor:
         """The same with the test-time gates. The formula of the expectation at 0 and 1: exact but for padded groups."""
