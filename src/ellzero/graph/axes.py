@@ -311,7 +311,9 @@ class Graph:
             for site in sites:
                 known = out[site.tensor].setdefault(site.dims, np.full(site.units.shape, -1))
                 known[site.units >= 0] = site.units[site.units >= 0] + offset
-        return dict(out)
+        # One array for all that carry the same units, such as a norm's weight, bias and statistics: see `make_plan`.
+        same = {(u.shape, u.tobytes()): u for sites in out.values() for u in sites.values()}
+        return {t: {dims: same[u.shape, u.tobytes()] for dims, u in sites.items()} for t, sites in out.items()}
 
     @cached_property
     def balanced(self) -> list[list[Numbers]]:

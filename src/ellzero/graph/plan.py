@@ -388,28 +388,37 @@ def _carry_through(graph: Graph, kept: Mask, entries: Mapping[tuple[str, int], M
     selects: dict[str, tuple[Numbers, int]] = {}
     scatters: dict[str, tuple[Numbers, int]] = {}
     closed: set[str] = set()
+    known: dict[int, tuple[Mask, Numbers]] = {}  # while gates learn, there is a plan in every step
+
+    def left(units: Numbers) -> tuple[Mask, Numbers]:
+        """What stays of the places with these units, as a mask and as indices."""
+        if id(units) not in known:
+            stay = kept[units] | (units < 0)
+            known[id(units)] = stay, np.flatnonzero(stay)
+        return known[id(units)]
+
     for tensor, sites in graph.units.items():
-        stays = {dims: kept[units] | (units < 0) for dims, units in sites.items()}
-        for dims, stay in stays.items():
+        for dims, units in sites.items():
+            stay, places = left(units)
             if len(dims) > 1:
-                inside = stay[stays[(0,)]] if (0,) in stays else stay
+                inside = stay[left(sites[(0,)])[0]] if (0,) in sites else stay
                 if not np.count_nonzero(inside):  # the groups read nothing
                     closed.add(tensor.rpartition(".")[0])
                 elif not inside.all():
                     columns[tensor] = np.stack([np.flatnonzero(line) for line in inside])
                 continue
             if (tensor, dims[0]) in entries and dims == graph.reading[tensor]:
-                arriving, stay = np.flatnonzero(stay), stay & entries[tensor, dims[0]]
-                if 0 < stay.sum() < len(arriving):
-                    selects[tensor] = np.searchsorted(arriving, np.flatnonzero(stay)), len(arriving)
+                arriving, places = places, np.flatnonzero(stay & entries[tensor, dims[0]])
+                if 0 < len(places) < len(arriving):
+                    selects[tensor] = np.searchsorted(arriving, places), len(arriving)
             elif (tensor, dims[0]) in entries and not entries[tensor, dims[0]].all():
                 stay = entries[tensor, dims[0]].copy()
                 stay[0] |= not stay.any()  # an output that is zero; a layer without any has no shape
-                scatters[tensor] = np.flatnonzero(stay), len(stay)
-            count = np.count_nonzero(stay)  # ten times as quick as `all` and `any`
-            if count < stay.size:
-                rows.setdefault(tensor, {})[dims[0]] = np.flatnonzero(stay)
-            if not count:
+                places = np.flatnonzero(stay)
+                scatters[tensor] = places, len(stay)
+            if len(places) < stay.size:
+                rows.setdefault(tensor, {})[dims[0]] = places
+            if not len(places):
                 closed.add(tensor.rpartition(".")[0])
     for tensor in [t for t in scatters if t.rpartition(".")[0] in closed]:  # it reads nothing: its bias is all it gives
         del scatters[tensor]
