@@ -178,7 +178,7 @@ def walk(
 ) -> Callable[[], tuple[str, ...]]:
     """Lets the rules speak about one forward. Training is left out where the model has none, or takes no such batch."""
     try:
-        asked = watch(model, inputs) if watch else _nothing
+        asked = watch(model, inputs) if watch else tuple
     except Exception as error:
         raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
     _Walk(model, ties, canonical_names(model), deadline).go(inputs, training)
@@ -188,11 +188,7 @@ def walk(
 def _watched(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
     with mode(model, training=False), torch.no_grad():
         run(model, inputs)
-    return _nothing
-
-
-def _nothing() -> tuple[str, ...]:
-    return ()
+    return tuple
 
 
 def first_line(error: BaseException) -> str:
@@ -291,7 +287,7 @@ class _Walk:
         call.fed = any(value.lineage & self.given for value in tensors(args))
         if call.op.startswith(("_assert", "sym_")) or not call.shapes:
             return _OF_DATA
-        rule, leaves = RULES.get(call.op), tree_leaves(args)
+        rule, leaves = RULES.get(call.op), flat(args)
         if call.op not in SIZED:
             call.numbers = tuple(leaf for leaf in leaves if isinstance(leaf, int | float | str))
         told = any(leaf is _OF_DATA for leaf in leaves)

@@ -5,7 +5,6 @@ follows: functions that a module keeps, as its hooks or as `self.f = lambda x: l
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from types import CellType, FunctionType, MethodType
@@ -19,10 +18,13 @@ T = TypeVar("T", bound=nn.Module)
 Memo = dict[int, Any]  # of what was copied, by its `id`
 
 
-def duplicate(model: T) -> T:
-    """A copy of a model that has nothing of it."""
-    memo: Memo = {}
-    out: T = copy.deepcopy(model, memo)
+def duplicate(model: T, memo: Memo | None = None) -> T:
+    """A copy of a model that has nothing of it, but what `memo` says that it has instead."""
+    memo = {} if memo is None else memo
+    for module in reversed(list(model.modules())):  # what is inside before what holds it
+        if id(module) not in memo:
+            memo[id(module)] = _slight(module, memo) if _is_plain(module) else copy.deepcopy(module, memo)
+    out: T = memo[id(model)]
     _rebind(out, memo)
     return out
 
@@ -40,24 +42,24 @@ def lean(model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None) ->
     `instead`, by their `id`.
     """
     memo: Memo = {id(p): (instead or {}).get(id(p), p) for p in model.parameters()}
-    for module in reversed(list(model.modules())):  # what is inside before what holds it
-        if id(module) not in memo:
-            memo[id(module)] = _slight(module, memo) if _is_plain(module) else copy.deepcopy(module, memo)
-    out: nn.Module = memo[id(model)]
-    _rebind(out, memo)
-    return out
+    memo |= {id(b): b.clone() for b in model.buffers() if type(b) is Tensor and b.is_leaf}
+    return duplicate(model, memo)
 
 
 _HOLDING = nn.Module().__dict__.keys()  # what torch keeps in every module, the flag of training included
 _HOOKS = tuple(key for key in _HOLDING if key.endswith("_hooks"))
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
 _NESTS = (dict, list, set)
+_HELD = ("_parameters", "_buffers", "_modules")  # where torch keeps no functions
 
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module has nothing of its own but numbers and words, so that a quick copy is a whole one."""
     kind, held = type(module), vars(module)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or getattr(kind, "__deepcopy__", None) is not None:
+        return False
+    usual = kind.__getstate__ is object.__getstate__ and kind.__setstate__ is nn.Module.__setstate__
+    if not usual and not kind.__module__.startswith("torch.nn."):
         return False
     own = (value for key, value in held.items() if key not in _HOLDING and not isinstance(value, _PLAIN))
     lists = all(isinstance(value, (tuple, list)) and all(isinstance(part, _PLAIN) for part in value) for value in own)
@@ -68,16 +70,11 @@ def _slight(module: nn.Module, memo: Memo) -> nn.Module:
     """What `copy.deepcopy` makes of a plain module, in a tenth of the time."""
     out = object.__new__(type(module))
     for key, value in vars(module).items():
-        if isinstance(value, _NESTS):  # those of hooks are many, empty, and slow to copy
-            value = value.copy() if value or type(value) is not OrderedDict else OrderedDict()
+        if key in _HELD:
+            value = {name: copy.deepcopy(member, memo) for name, member in value.items()}
+        elif isinstance(value, _NESTS):  # those of hooks are many, empty, and slow to copy
+            value = type(value)() if not value else copy.deepcopy(value, memo)
         out.__dict__[key] = value
-    out._parameters = {key: p if p is None else memo[id(p)] for key, p in module._parameters.items()}
-    out._modules = {key: copy.deepcopy(m, memo) for key, m in module._modules.items()}  # shared, it may be new
-    for key, b in module._buffers.items():
-        if isinstance(b, Tensor) and type(b) is Tensor and b.is_leaf:
-            out._buffers[key] = memo.setdefault(id(b), b.clone())
-        else:
-            out._buffers[key] = copy.deepcopy(b, memo)
     return out
 
 
@@ -92,8 +89,8 @@ def _rebind(model: nn.Module, memo: Memo) -> None:
     """Lets functions that a model keeps hold what became of the modules that they held."""
     for module in model.modules():
         own = vars(module)
-        for held in (own, *(v for v in own.values() if isinstance(v, dict) and v)):  # as torch keeps hooks
-            for key in [k for k, f in held.items() if isinstance(f, FunctionType)]:
+        for held in (own, *(v for k, v in own.items() if isinstance(v, dict) and v and k not in _HELD)):  # as of hooks
+            for key in [k for k, f in held.items() if type(f) is FunctionType]:
                 held[key] = _own(held[key], memo)
 
 

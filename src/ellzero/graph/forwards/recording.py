@@ -38,6 +38,7 @@ _PRODUCTS = {
 }
 _PLAIN = (Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))
 _NESTS = (list, tuple, dict)  # `isinstance` takes twice as long to look at `list | tuple | dict`
+_LEAVES = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))  # and these it need not look at
 FEW = 2**14  # numbers, whose product takes no longer than to look up how it would be laid out
 
 
@@ -84,7 +85,7 @@ def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     except Unrecorded:
         raise
     except Exception:  # zeros will not do, as for the inverse of a matrix
-        return _recorded(model, args, kwargs, carry_out=_whole)
+        return _recorded(model, args, kwargs, carry_out=lambda func, args, kwargs: func(*args, **kwargs))
 
 
 def _recorded(
@@ -110,7 +111,20 @@ def no_shortcuts() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was)
 
 
-class _Recorder(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """A mode that torch keeps its compiler out of, where that is there: to import it for this takes a second."""
+
+    _ways: tuple[Any, Any]
+
+    def __init_subclass__(cls) -> None:
+        cls._ways = cls.__torch_dispatch__, super().__init_subclass__() or cls.__torch_dispatch__  # type: ignore
+
+    def __enter__(self) -> Any:
+        type(self).__torch_dispatch__ = self._ways["torch._dynamo" in sys.modules]  # type: ignore[method-assign]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+
+class _Recorder(Watching):
     """Writes down each operation as a node of a graph, and knows the node of every tensor."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], carry_out: Runs) -> None:
@@ -138,15 +152,12 @@ class _Recorder(TorchDispatchMode):
         hooks = []
         for path, module in model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda *_, path=path: self.within.append(path)))
-            hooks.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+            hooks.append(module.register_forward_hook(lambda *_: self.within.__delitem__(-1), always_call=True))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _leave(self) -> None:
-        self.within.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -166,7 +177,8 @@ class _Recorder(TorchDispatchMode):
             self.told.add(func, leaves, told)
         if numbers:
             return made  # always the same
-        node = self.graph.call_function(func, *given)
+        node = self.graph.create_node("call_function", func, name=func._opname)
+        node.args, node.kwargs = given  # here, nobody looks them through for numbers of unknown size
         node.meta.update(val=mapped(_shape, made), module=self.within[-1])
         for k, tensor in enumerate(leaves):
             if not func._schema.is_mutable and any(tensor is t for t in tensors):
@@ -240,10 +252,6 @@ class _Told:
         return max(found, default=Origin.ELSEWHERE)
 
 
-def _whole(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
 def _sparing(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation makes, without large products."""
     small = sum(t.numel() for t in flat(args) if isinstance(t, Tensor)) <= FEW
@@ -295,7 +303,7 @@ def walked(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise hollow.doubt
 
 
-class _Hollow(TorchDispatchMode):
+class _Hollow(Watching):
     """Leaves products out of what the input brings. All else is whole: a model may keep it, as a table of angles."""
 
     def __init__(self, model: nn.Module, inputs: Any) -> None:
@@ -313,7 +321,7 @@ class _Hollow(TorchDispatchMode):
         if func._schema.name in _BY_KIND:
             return func(*args, **kwargs)
         told = self.told.among(tensors)
-        made = (_sparing if told is Origin.INPUT else _whole)(func, args, kwargs)
+        made = _sparing(func, args, kwargs) if told is Origin.INPUT else func(*args, **kwargs)
         if not told:
             return made
         leaves = flat(made)
@@ -337,12 +345,10 @@ class _Followed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name in _LEAVING or (isinstance(made, Tensor) and made not in self.known and self._knows(args)):
+        strayed = isinstance(made, Tensor) and made not in self.known
+        if name in _LEAVING or (strayed and any(isinstance(t, Tensor) and t in self.known for t in flat(args))):
             raise self.doubts(func)
         return made
-
-    def _knows(self, args: Any) -> bool:
-        return any(isinstance(t, Tensor) and t in self.known for t in flat(args))
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor] | None:
@@ -391,7 +397,7 @@ def flat(told: Any) -> list[Any]:
         return [told]
     out: list[Any] = []
     for part in told.values() if isinstance(told, dict) else told:
-        if isinstance(part, _NESTS):
+        if type(part) not in _LEAVES and isinstance(part, _NESTS):
             out += flat(part)
         else:
             out.append(part)

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ellzero.graph.axes import Graph
-from ellzero.graph.forwards.recording import flat
+from ellzero.graph.forwards.recording import Watching, flat
 from ellzero.graph.rules import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
@@ -29,9 +28,9 @@ Renamed = Mapping[Any, Collection[float]]  # numbers of a small network: what th
 LARGE = 1_000_000  # parameters
 
 
-def is_large(model: nn.Module) -> bool:
-    """Whether a forward costs more than what is done around it, by a rule of thumb."""
-    return sum(p.numel() for p in model.parameters()) > LARGE
+def is_large(model: nn.Module, parameters: Collection[Tensor] = ()) -> bool:
+    """Whether a forward costs more than what is done around it, by a rule of thumb. Its `parameters` may be known."""
+    return sum(p.numel() for p in parameters or model.parameters()) > LARGE
 
 
 def give_back() -> None:
@@ -152,7 +151,8 @@ class Calls(TorchFunctionMode):
         numbers: list[Any] = []
         if name not in SIZED and name not in ("__getitem__", "__setitem__"):
             told = {k: v for k, v in kwargs.items() if (name, k) not in _OF_SIZES} if kwargs else ()
-            numbers = [t for t in flat((args, told)) if isinstance(t, (int, float, str))][_OFTEN.get(name, 0) :]
+            given = flat((args, told) if told else args)
+            numbers = [t for t in given if isinstance(t, (int, float, str))][_OFTEN.get(name, 0) :]
         self.made.append((name, numbers, out.ndim if made else 0))
         return out
 
@@ -228,7 +228,7 @@ def watched(model: nn.Module, inputs: Inputs, *, fine: float) -> tuple[list[Tens
     return out, coarsest.tolerance(fine)
 
 
-class Coarsest(TorchDispatchMode):
+class Coarsest(Watching):
     """Notes the coarsest floating-point numbers that a forward goes through."""
 
     def __init__(self) -> None:

@@ -343,7 +343,8 @@ def closed(
     """Has zeros, in place, where gates close `blocks`, and units that are not alive. `done` was removed from the model
     already.
     """
-    members, lent, large = dict(model.named_parameters()), lent or Loans(), is_large(model)
+    members, lent = dict(model.named_parameters()), lent or Loans()
+    large = is_large(model, members.values())
     restores: list[Callable[[], Any]] = []
     closing: dict[str, list[tuple[int, Mask]]] = {}
     for tensor, sites in graph.closing.items():
