@@ -385,9 +385,12 @@ def _trace(network: str = "narrow", data: str = "mnist5k", dropout: float = 0.0)
 
 
 def _prepare(job: str, arguments: dict[str, Any]) -> None:
-    """What all forks would do: tracing for the first time imports much, whatever is traced."""
+    """What all forks would do: tracing and sharding for the first time import much."""
     from ellzero.experiments.store.folder import Folder
 
+    if job == "sharded":
+        import torch.distributed.checkpoint.state_dict
+        import torch.distributed.fsdp  # noqa: F401
     if job != "train":
         _trace()
         return
@@ -402,6 +405,7 @@ JOBS: dict[str, Callable[..., None]] = {
 
 if __name__ == "__main__":
     gc.disable()  # forks are short, and to look through what they share with the server would copy it
+    import torch._dynamo  # every optimizer does at its first step
     import torch.distributed  # noqa: F401 (in no fork)
 
     import ellzero.experiments.train.loop  # noqa: F401

@@ -6,13 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -113,9 +106,12 @@ def step_in_blocks(gated: l0.Gated, budget: l0.Budget, batches: list[tuple[Tenso
 
 def train_sharded(rank: int, folder: str) -> None:
     """Two processes that shard what they train, clip, and begin again from a file in the middle."""
+    from torch.distributed.checkpoint import state_dict as files  # takes a second, and the others do without
+    from torch.distributed.fsdp import fully_shard
+
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    whole = StateDictOptions(full_state_dict=True)
+    whole = files.StateDictOptions(full_state_dict=True)
 
     def made() -> tuple[l0.Gated, l0.Budget, torch.optim.Optimizer]:
         gated, budget = in_blocks("activations", checkpointed=True)
@@ -129,9 +125,11 @@ def train_sharded(rank: int, folder: str) -> None:
     noises = []
     for step in range(16):
         if step == 8:  # as a run that was stopped
-            states = *get_state_dict(gated, optimizer, options=whole), budget.state_dict()
+            states = *files.get_state_dict(gated, optimizer, options=whole), budget.state_dict()
             gated, budget, optimizer = made()
-            set_state_dict(gated, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=whole)
+            files.set_state_dict(
+                gated, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=whole
+            )
             budget.load_state_dict(states[2])
         noises.append(gated.gate_noise() if budget.phase == "learning" else None)
         optimizer.zero_grad()
@@ -139,7 +137,7 @@ def train_sharded(rank: int, folder: str) -> None:
         norm = nn.utils.clip_grad_norm_(gated.parameters(), 0.5)
         optimizer.step()
         budget.step(optimizer)
-    state = get_model_state_dict(gated, options=whole)
+    state = files.get_model_state_dict(gated, options=whole)
     told = {
         "noises": noises,
         "state": state,

@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -50,6 +51,7 @@ FORMAT, FORMAT_VERSION = "ellzero.compact", 1
 M = TypeVar("M", bound=nn.Module)
 
 
+@cache  # each checkpoint asks, and it is read from a file
 def installed_version() -> str:
     """The version of this package, as installed."""
     try:

@@ -38,9 +38,7 @@ def whole_copy(model: nn.Module) -> nn.Module:
 
 
 def lean(model: nn.Module, instead: Mapping[int, nn.Parameter] | None = None) -> nn.Module:
-    """A copy that shares its parameters with the model, for whoever does not change their numbers; or has other ones
-    `instead`, by their `id`.
-    """
+    """A copy that shares its parameters, of which nobody may change the numbers, or has others `instead`, by `id`."""
     memo: Memo = {id(p): (instead or {}).get(id(p), p) for p in model.parameters()}
     memo |= {id(b): b.clone() for b in model.buffers() if type(b) is Tensor and b.is_leaf}
     return duplicate(model, memo)
