@@ -155,7 +155,7 @@ def test_a_recipe_survives_toml_json_and_strings(recipe: Recipe, tmp_path: Path)
 
 
 patterns = st.dictionaries(
-    st.text(st.characters(codec="utf-8"), min_size=1, max_size=4).filter(str.isprintable),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4).filter(str.isprintable),  # all of UTF-8
     st.floats(0, 1, exclude_min=True, exclude_max=True),
     min_size=1,
     max_size=3,
