@@ -25,7 +25,7 @@ TITLES = {
     "taylor": "TP Taylor",
     "narrow": "narrower",
     FREE: "Budget's shape, new weights",
-    "shape-counted": "the same, its search counted",
+    "shape-counted": "Budget's shape, search counted",
 }
 Cell = tuple[str, float]  # network, and share of the MACs
 
