@@ -133,6 +133,23 @@ def dataset_of(own: str, index: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
+def test_gates_of_a_long_run_learn_as_long_as_those_of_a_budget(
+    own: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ellzero.out.bounding.pacing.ENOUGH", 6)  # so that 24 steps are a long run: an epoch has six
+    asked = ("--network", f"{own}:make", "--data", f"{own}:load", *ASKED, "--quiet")
+    assert run("train", *asked, "--out", "long")[0] == 0
+    assert [r.settle_at for r in Folder.open("long").recipes] == [1]
+    assert l0.Budget(l0.attach(find(f"{own}:make")(), torch.randn(2, 1, 6, 6)), macs=0.3, steps=24).settles == 6
+    assert run("train", *asked, "--settle-at", "3", "--out", "later")[0] == 0
+    assert [r.settle_at for r in Folder.open("later").recipes] == [3]
+    assert run("sweep", *asked, "--seeds", "2", "--out", "swept")[0] == 0
+    swept = {r.settle_at for run in Path("swept").rglob("run.json") for r in Folder.open(run.parent).recipes}
+    assert swept == {1}
+    assert run("sweep", *asked, "--seeds", "2", "--out", "swept", "--resume")[0] == 0  # it is the same sweep
+
+
+@pytest.mark.slow
 def test_a_recipe_of_nothing_else_is_a_budgets(own: str) -> None:
     r = unnamed({"network": f"{own}:make", "data": f"{own}:tensors", "at_most": 0.3, "epochs": 10, "batch": 20})
     assert (r.name, r.init, r.on, r.gate_lr, r.cost) == ("mine-make", "own", "kept", "auto", "macs")

@@ -91,6 +91,17 @@ def macs_of(network: nn.Module, x: Tensor) -> float:
     return counter.get_total_flops() / 2
 
 
+@pytest.mark.parametrize(
+    ("steps", "learning"),
+    [(1, 1), (10, 4), (10_000, 4_000), (10_001, 4_000), (80_000, 4_000), (80_040, 4_002), (400_000, 20_000)],
+)
+def test_gates_learn_for_two_fifths_of_a_short_run_and_a_twentieth_of_a_long_one(steps: int, learning: int) -> None:
+    budget = l0.Budget(attached(), macs=0.4, steps=steps)
+    assert budget.settles == learning
+    assert budget.gate_lr == min(0.1, 25 / learning)
+    assert l0.Budget(attached(), macs=0.4, steps=steps, learning=0.5).settles == max(1, round(steps / 2))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [ADAM, SGD], ids=["adam", "sgd"])
 def test_the_network_that_comes_out_is_within_its_budget(make: Maker) -> None:

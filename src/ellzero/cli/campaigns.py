@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -252,6 +253,8 @@ def sweep(
     chosen, home, before = _chosen(recipe, out, resume, seeds, every, fields)
     directory = before.get("data_dir") if data_dir is None else data_dir
     load = opening.Loader(directory, device, before.get("device"), workers)
+    if recipe is None and (own := opening.unnamed_recipe(_first(fields), load)):
+        chosen = replace(chosen, recipe=own)
     about = {"data_dir": None if directory is None else str(Path(directory).resolve())}
     work = partial(sweeping.run, chosen, load, home, resume=resume, fresh=fresh, at_once=at_once, about=about)
     _show_sweep(_swept(work, home, None if cost_axis == "auto" else cost_axis, quiet), home, json)
@@ -263,8 +266,7 @@ def _chosen(
     """What is to be done and where, and what is known from before of where its results come from."""
     with foreseen(ValueError):
         grid = {name: sweeping.values_of(name, text) for name, text in opening.typed(fields).items()}
-        first = Fields(**{name: sweeping.parts_of(name, text)[0] for name, text in opening.typed(fields).items()})
-        found = opening.unnamed_recipe(first) if recipe is None else opening.find_recipe(recipe)
+        found = opening.unnamed_recipe(_first(fields)) if recipe is None else opening.find_recipe(recipe)
         if found is not None:
             home = Path("runs", "sweep", found.name) if out is None else Path(out)
             begun = resume and (home / "sweep.json").exists()
@@ -278,6 +280,11 @@ def _chosen(
         there, record = sweeping.stored(Path(out))
         asked = Sweep(there.recipe, {**there.grid, **grid}, seeds or there.seeds, every or there.every)
         return asked, Path(out), record["about"]
+
+
+def _first(fields: Any) -> Fields:
+    """Of several values of a field the first."""
+    return Fields(**{name: sweeping.parts_of(name, text)[0] for name, text in opening.typed(fields).items()})
 
 
 def _swept(work: Callable[..., Record], home: Path, cost: str | None, quiet: bool) -> Record:

@@ -6,7 +6,7 @@ What the commands about runs share. No command is here. Every function here rais
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -73,8 +73,8 @@ def find_recipe(text: str) -> Recipe:
         return papers.get(text)
 
 
-def unnamed_recipe(fields: Any) -> Recipe | None:
-    """The recipe of nothing but fields, if they say network and data."""
+def unnamed_recipe(fields: Any, load: Callable[[str], Dataset] | None = None) -> Recipe | None:
+    """The recipe of nothing but fields, if they say network and data; how long its gates learn, the data may say."""
     values = from_strings(typed(fields))
     if "network" not in values and "data" not in values:
         return None
@@ -82,6 +82,7 @@ def unnamed_recipe(fields: Any) -> Recipe | None:
         refuse(name not in values, f"`--{name}` must be given too, where there is no recipe that says it")
     with foreseen(ValueError):
         recipe = papers.unnamed(values)
+        recipe = recipe if load is None else papers.unnamed(values, load(recipe.data).sizes[0])
         refuse_idle(recipe, values)
         return recipe
 

@@ -131,7 +131,7 @@ def train(
     try:
         with processes.group(kind) as where, foreseen(), opening.begun_in(run):
             dataset = opening.load_data(run.recipes[0].data, data_dir, where, workers)  # before there is a folder
-            run = _made(run, dataset, data_dir, every, workers) if resume is None else run
+            run = run if resume else _made(_paced(run, recipe, fields, dataset), dataset, data_dir, every, workers)
             trainer = _trained(run, dataset, resume is None, every, watchers, save_seconds)
             if processes.rank() == 0:
                 _finish(run, trainer.network(0), dataset, json)
@@ -190,6 +190,12 @@ def _again(home: Path) -> str:
         if (nodes := os.environ.get("GROUP_WORLD_SIZE", "1")) != "1":
             start[1:1] = ["--nnodes", nodes]
     return shlex.join([*start, "train", "--resume", str(home)])
+
+
+def _paced(run: Folder, recipe: str | None, fields: Any, dataset: Dataset) -> Folder:
+    """The run; one of no recipe has gates that learn for as long as suits so many images."""
+    own = opening.unnamed_recipe(fields, lambda _: dataset) if recipe is None else None
+    return run if own is None else Folder(run.path, [own], {})
 
 
 def _made(run: Folder, dataset: Dataset, data_dir: str | None, every: int, workers: int | None) -> Folder:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ellzero.experiments.data.importing import is_code
 from ellzero.experiments.recipe.definition import Recipe, absent, nearest, refuse_unknown
-from ellzero.out.budget import FALLING, LEARNING
+from ellzero.out.bounding.pacing import FALLING, LEARNING, steps_of_learning
 
 
 def load_toml(path: str | PathLike[str]) -> Recipe:
@@ -44,17 +44,20 @@ def get(name: str) -> Recipe:
     raise ValueError(f"`{name}` is not the name of a recipe; {nearest(str(name), RECIPES)}")
 
 
-def unnamed(values: Mapping[str, Any]) -> Recipe:
+def unnamed(values: Mapping[str, Any], images: int | None = None) -> Recipe:
     """A recipe of nothing but network, data, cost, target and epochs: the rest as `Budget` has it, so that the network
-    is within its budget at the end. Values that are given count; called after its network if it has no name.
+    is within its budget at the end. Values that are given count; called after its network if it has no name. Where it
+    is not known how many images there are, the run is taken for a short one.
     """
-    epochs = values.get("epochs", 30)
+    epochs, batch = values.get("epochs", 30), values.get("batch", 128)
     basis: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._]+", "-", str(values.get("network"))).strip("-._")}
-    basis |= {"init": "own", "batch": 128, "epochs": epochs, "cosine": not values.get("finetune_epochs")}
+    basis |= {"init": "own", "batch": batch, "epochs": epochs, "cosine": not values.get("finetune_epochs")}
     if values.get("placement", "") is not None:
         basis |= {"drop_rates": {"*": 0.05}, "gate_lr": "auto", "decay_gates": False}
         if isinstance(epochs, int) and not values.get("finetune_epochs"):
-            basis["settle_at"] = max(1, round(LEARNING * epochs))
+            steps = epochs * (images // batch) if images else 0
+            share = steps_of_learning(steps) / steps if steps else LEARNING
+            basis["settle_at"] = max(1, round(share * epochs))
         if values.get("at_most") is not None:
             basis |= {"cost": "macs", "on": "kept", "target_warmup": FALLING, "finalize": True}
     recalibrate = {"recalibrate": Recipe.from_dict({**basis, **values}).facts.has_batch_norm}

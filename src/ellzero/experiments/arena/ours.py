@@ -14,7 +14,8 @@ from ellzero.experiments.arena.bout import Bout, Method
 from ellzero.experiments.arena.loop import DECAY, RATE
 from ellzero.gated.attaching import attach
 from ellzero.gated.placements import per_layer, shrinkable
-from ellzero.out.budget import LEARNING, Budget
+from ellzero.out.bounding.pacing import LEARNING
+from ellzero.out.budget import Budget
 
 
 def budget(bout: Bout, *, first: float = 0.0, learning: float = LEARNING, **options: Any) -> nn.Module:

@@ -14,7 +14,7 @@ from ellzero.experiments.arena import counting
 from ellzero.experiments.arena.bout import Bout, Method
 from ellzero.graph.standins import Closed
 from ellzero.out import saving
-from ellzero.out.budget import LEARNING
+from ellzero.out.bounding.pacing import LEARNING
 
 FINENESS = 1024  # shares of the widths that are tried
 

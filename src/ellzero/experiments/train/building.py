@@ -35,7 +35,7 @@ from ellzero.objectives import costs, duals
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.lagrangian import Lagrangian
 from ellzero.out import finalization
-from ellzero.out.budget import FASTEST, TRAVEL
+from ellzero.out.bounding import pacing
 from ellzero.out.latency.correcting import agreed
 from ellzero.out.latency.cost import Latency
 from ellzero.out.latency.table import Table
@@ -238,7 +238,7 @@ def _by_pattern(value: float | Mapping[str, float] | None) -> dict[str, float]:
 
 def gate_rate(recipe: Recipe, steps: int) -> float | None:
     """The learning rate of the gates, None for that of the weights, in so many steps in which they learn."""
-    return min(FASTEST, TRAVEL / max(1, steps)) if recipe.gate_lr == "auto" else recipe.gate_lr
+    return pacing.gate_rate(max(1, steps)) if recipe.gate_lr == "auto" else recipe.gate_lr
 
 
 def dual_optimizer(recipe: Recipe, steps: int) -> duals.AbstractDual:
