@@ -49,7 +49,7 @@ def settle(trainer: Trainer, left: Mapping[str, int]) -> dict[str, Any]:
 
 
 def measure(row: Recipe, left: Mapping[str, int], o: argparse.Namespace, dataset: Dataset) -> dict[str, dict[str, Any]]:
-    same = {"precision": o.precision, "compile": o.compiled, "epochs": 100_000, "batch": o.batch}
+    same = {"precision": o.precision, "compile": o.compiled, "epochs": 100_000, "batch": row.batch}
     dense = get("vit-cifar10").override(network=row.network, **same)
     gated = row.override(settle_at=99_999, **same)
     running, first, out = {}, {}, dict[str, dict[str, Any]]()
@@ -89,7 +89,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     o = parser.parse_args(words)
     record = json.loads(o.row.read_text(encoding="utf-8"))
-    row = Recipe.from_dict(record["recipe"])
+    row = Recipe.from_dict(record["recipe"]).override(batch=o.batch)
     found = measure(row, record["seeds"][0]["architecture"], o, stand_in("cifar10", o.images, o.device))
     for phase, n in found.items():
         print(

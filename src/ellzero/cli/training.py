@@ -131,7 +131,7 @@ def train(
     try:
         with processes.group(kind) as where, foreseen(), opening.begun_in(run):
             dataset = opening.load_data(run.recipes[0].data, data_dir, where, workers)  # before there is a folder
-            run = run if resume else _made(_paced(run, recipe, fields, dataset), dataset, data_dir, every, workers)
+            run = _made(run, recipe, fields, dataset, data_dir, every, workers) if resume is None else run
             trainer = _trained(run, dataset, resume is None, every, watchers, save_seconds)
             if processes.rank() == 0:
                 _finish(run, trainer.network(0), dataset, json)
@@ -192,14 +192,14 @@ def _again(home: Path) -> str:
     return shlex.join([*start, "train", "--resume", str(home)])
 
 
-def _paced(run: Folder, recipe: str | None, fields: Any, dataset: Dataset) -> Folder:
-    """The run; one of no recipe has gates that learn for as long as suits so many images."""
-    own = opening.unnamed_recipe(fields, lambda _: dataset) if recipe is None else None
-    return run if own is None else Folder(run.path, [own], {})
-
-
-def _made(run: Folder, dataset: Dataset, data_dir: str | None, every: int, workers: int | None) -> Folder:
-    """A new run's folder: one process makes it, which has its lock from then on, and all know whether it could."""
+def _made(
+    run: Folder, named: str | None, fields: Any, dataset: Dataset, data_dir: str | None, every: int, workers: int | None
+) -> Folder:
+    """A new run's folder: one process makes it, which has its lock from then on, and all know whether it could. A run
+    of no recipe has gates that learn for as long as suits so many images.
+    """
+    if named is None and (own := opening.unnamed_recipe(fields, lambda _: dataset)):
+        run = Folder(run.path, [own], {})
     about = {**provenance(dataset.device), **fitting.sources(run.recipes[0], dataset), "every": every}
     about["data_dir"] = None if data_dir is None else str(Path(data_dir).resolve())
     about |= {} if workers is None else {"workers": workers}

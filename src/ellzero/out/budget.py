@@ -56,7 +56,7 @@ class Budget:
         units: the same of units.
         latency: fraction of the dense network's time, which is measured first (`Latency.measure`) on the device, batch
             and type of the example. For others, put `{Latency.measure(gated, …): 0.5}` into `at_most`.
-        learning: the share of the steps in which gates learn; if `None` two fifths, of over 10,000 fewer (`pacing`).
+        learning: the share of the steps in which gates learn; if `None` two fifths, and less in a long run (`pacing`).
         gate_lr: the learning rate of the gates, as for Adam; one that fits the steps if `None`.
         shrink: whether closed units leave the live network when the gates settle. Where something else holds on to the
             parameters (a process group), or cannot be sliced alive (a grouped convolution that is not depthwise, the

@@ -207,8 +207,8 @@ def test_a_shape_whose_search_is_not_counted_is_told_apart() -> None:
     free, counted = record("shape", [0.9, 1.0, 1.1]), record("shape-counted", [1.9, 2.0, 2.1], 0.1, 0.1)
     won, equal, *_ = showing.says([*RECORDS[:3], free, RECORDS[3], counted])
     assert won == "Budget has the lowest mean error in 0 of 2 cells"
-    assert equal == "among methods of equal epochs, which its shape trained once more is not, in 1"
-    assert not any("equal epochs" in line for line in showing.says([*RECORDS[:4], counted]))
+    assert equal == "without its shape trained once more, which has had more epochs, in 1"
+    assert not any("more epochs" in line for line in showing.says([*RECORDS[:4], counted]))
 
 
 def test_equal_seeds_and_macs_are_paired_over_all_cells_by_hand() -> None:

@@ -81,7 +81,7 @@ def says(records: Sequence[Record]) -> list[str]:
     out = [f"Budget has the lowest mean error in {len(fights) - len(lost)} of {len(fights)} cells"]
     if any(FREE in own for own in fights.values()):
         equal = sum(_best({m: r for m, r in own.items() if m != FREE}) == OURS for own in fights.values())
-        out.append(f"among methods of equal epochs, which its shape trained once more is not, in {equal}")
+        out.append(f"without its shape trained once more, which has had more epochs, in {equal}")
     for (network, at_most), best in lost.items():
         own = fights[network, at_most]
         more, half = difference(errors(own[OURS]), errors(own[best]))
@@ -146,9 +146,10 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
         legend(figure, most, columns=3)  # a method may be on some networks alone
         caption = (
             "Mean test error with its 95 % interval, by method: above against the share of the dense MACs that the "
-            "network keeps, below against the seconds of training, dense phases and pruning counted in. All methods "
-            "have the same epochs, batches and schedule. The dashed line and the cross are the dense network. Below "
-            "are the rows that ran where `Budget` did."
+            "network keeps, below against the seconds of training, dense phases and pruning counted in. Batches and "
+            "schedule are the same for all, and the epochs for all but Budget's shape with new weights, which had to "
+            "be found first. The dashed line and the cross are the dense network. Below are the rows that ran where "
+            "`Budget` did."
         )
         return save(figure, folder / "arena", caption)
 
