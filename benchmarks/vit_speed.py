@@ -5,8 +5,8 @@
 The dense network, the gated one and the one that its gates left (as a stored row of `vit-cifar10` says) are trained by
 the same loop in one process. Blocks of steps are interleaved, and each ratio is the median over the rounds of a block's
 time to the dense block's beside it. The images are noise of the shape of CIFAR-10. The whole run is that of the row's
-recipe: gated steps until its gates settle, small ones from there on. Compilation is what the first steps took beyond
-others, capture included; the run counts it, for each network once.
+recipe: gated steps until its gates settle, small ones from there on. Steps are compiled where that run would compile
+them. Compilation is what the first steps took beyond others, capture included; the run counts it, for each network once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ellzero.experiments.data import Dataset, stand_in
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import events
+from ellzero.experiments.train.policy import Policy
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 
@@ -32,6 +33,7 @@ FIRST = 5  # steps that compile and capture
 ROW = Path(__file__).parent.parent / "results" / "vit-cifar10" / "vit-50-cifar10.json"
 CLEAR = 5.0  # log α of an open gate; that of a closed one is its negative
 PHASES = "dense", "gated", "settled"
+IMAGES = 50_000  # of CIFAR-10
 
 
 def settle(trainer: Trainer, left: Mapping[str, int]) -> dict[str, Any]:
@@ -49,13 +51,17 @@ def settle(trainer: Trainer, left: Mapping[str, int]) -> dict[str, Any]:
 
 
 def measure(row: Recipe, left: Mapping[str, int], o: argparse.Namespace, dataset: Dataset) -> dict[str, dict[str, Any]]:
-    same = {"precision": o.precision, "compile": o.compiled, "epochs": 100_000, "batch": row.batch}
-    dense = get("vit-cifar10").override(network=row.network, **same)
-    gated = row.override(settle_at=99_999, **same)
+    dense = get("vit-cifar10").override(network=row.network, precision=o.precision, batch=row.batch)
+    endless = {"precision": o.precision, "epochs": 100_000}
     running, first, out = {}, {}, dict[str, dict[str, Any]]()
     for phase in PHASES:
-        trainer = Trainer([dense if phase == "dense" else gated], dataset)
+        recipe = dense if phase == "dense" else row
+        begins = (row.settle_at or 0) if phase == "settled" else 0
+        compiles = Policy(recipe, IMAGES, on_gpu=dataset.device.type == "cuda").compiles(begins)
+        settles = {} if phase == "dense" else {"settle_at": 99_999}
+        trainer = Trainer([recipe.override(**endless, **settles, compile=compiles)], dataset)
         out[phase] = settle(trainer, left) if phase == "settled" else {"macs": 1.0}
+        out[phase]["compiled"] = compiles
         running[phase] = steps(trainer)
         first[phase] = FIRST * timed(running[phase], FIRST, dataset.train_x.device)
     for phase, numbers in compared(running, o.steps, o.rounds, dataset.train_x.device).items():
@@ -85,7 +91,6 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--precision", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--steps", type=int, default=50, help="in a block")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--json", type=Path)
     o = parser.parse_args(words)
     record = json.loads(o.row.read_text(encoding="utf-8"))
@@ -95,10 +100,10 @@ def main(words: Sequence[str] | None = None) -> None:
         print(
             f"{phase:8} {100 * n['macs']:5.1f} % of MACs {n['milliseconds']:9.3f} ms  "
             f"{n['ratio']:6.3f} × dense ({n['ratio_low']:.3f}–{n['ratio_high']:.3f}), "
-            f"compilation and capture {n['compilation_seconds']:.1f} s",
+            f"{'compilation' if n['compiled'] else 'capture, not compiled'} {n['compilation_seconds']:.1f} s",
             flush=True,
         )
-    run = whole(row, found, 50_000)
+    run = whole(row, found, IMAGES)
     print(f"{row.name}: {row.epochs} epochs take {run['ratio']:.3f} of the dense seconds, compilation counted in")
     if o.json is not None:
         options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(o).items()}
