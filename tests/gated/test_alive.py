@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.gated.alive import liveness
+from ellzero.gated.multiplying import multiplied
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Graph, Site
 from support.oracles import every_state, open_exactly, scattered
@@ -20,7 +21,9 @@ from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, Shared, S
 def by_definition(gated: l0.Gated) -> tuple[Tensor, list[Tensor]]:
     """Alive units, and the inputs that each weight with a `Select` still reads, from the zeros of the gated weights."""
     z = [gate.value() for _, gate in gated.named_gates()]
-    weights = {**dict(gated.model.named_parameters()), **gated.gated_weights(z)}
+    weights: dict[str, Tensor] = dict(gated.model.named_parameters())
+    for name, target in gated._targets.items():
+        weights[name] = multiplied(weights[name], target, z, gated.tables)
 
     def is_read(site: Site, unit: int) -> bool:
         entries = weights[site.tensor].movedim(site.dims, tuple(range(len(site.dims))))

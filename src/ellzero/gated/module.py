@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_map
 
 from ellzero.gated.alive import liveness
 from ellzero.gated.base import local, masking, sharding
-from ellzero.gated.base.asking import Asking
+from ellzero.gated.base.holding import Holding
 from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.grouping import grouped
 from ellzero.gated.loading import key_of, own_state, refuse_other_keys, refuse_other_shapes
 from ellzero.gated.members import show_members
-from ellzero.gated.multiplying import aim, in_place, multiplied, multiply_into
+from ellzero.gated.multiplying import aim, in_place, multiplied, multiply_into, times
 from ellzero.gated.placements import Placement
 from ellzero.gated.taking import idle, refuse_taking, remaining
 from ellzero.gates.abstract import AbstractGate, additions, draw, values
@@ -36,7 +36,7 @@ from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.plan import Mask, Plan, make_plan
 
 
-class Gated(Asking):
+class Gated(Holding):
     """A model and its gates. In training every forward draws them all once; in evaluation it uses test-time values.
 
     Attributes:
@@ -47,7 +47,7 @@ class Gated(Asking):
             gates, go on meaning the model as it was attached to.
         present: the placements as they lie on the tensors that the model has now.
         gates: the gate modules, by name ("." written as "/", and one behind a name that torch keeps, as "keys/").
-        fixed, drawn, noisy: see `Fixing`.
+        fixed, drawn, noisy, still: see `Fixing` and `Holding`.
         per_example, on_activations: whether a forward in training draws for each example of the batch, and not once for
             all; whether gates multiply what layers read, and not their weights.
         gate_lr: the rate of the gates in `param_groups` where none is named; a `Budget` sets it.
@@ -206,18 +206,25 @@ class Gated(Asking):
             return self._for_each(args, kwargs)
         if gate_noise is not None and gate_noise.shape != (n := self.liveness.size,):
             raise ValueError(f"`gate_noise` must have shape ({n},), one entry per gate, got {tuple(gate_noise.shape)}")
+        if not draws and not self.on_activations and (held := self.held()) is not None:
+            return self._run(held, lambda _, w, target: times(w, target), args, kwargs)
         z, added = self._drawn(gate_noise) if draws else (values(gates), None)
-        if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
-            made, held = self.gated_weights(z, added), self._targets
-            weights = {".".join(path): made[name] for name in made for path in held[name].holders}
-            return functional_call(self.model, weights, args, kwargs, tie_weights=False)
-        if self.on_activations:
+        if self.on_activations and not torch.compiler.is_compiling():
             sharding.refuse_late(self.model, self.gates)
             with masking.masked(self.model, self._masks, z, self.tables):
                 return self.model(*args, **kwargs)
-        model, tables = self.model, self.tables
-        with in_place(model, self._targets, lambda _, w, target: multiplied(w, target, z, tables, added)):
-            return model(*args, **kwargs)
+        tables = self.tables
+        return self._run(self._targets, lambda _, w, target: multiplied(w, target, z, tables, added), args, kwargs)
+
+    def _run(self, targets: Any, make: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the model with what `make` makes of these weights."""
+        if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
+            own = dict(self.model.named_parameters()) if targets else {}
+            made = {name: make(name, own[name], target) for name, target in targets.items()}
+            weights = {".".join(path): made[name] for name in made for path in targets[name].holders}
+            return functional_call(self.model, weights, args, kwargs, tie_weights=False)
+        with in_place(self.model, targets, make):
+            return self.model(*args, **kwargs)
 
     def _for_each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward with noise of its own for each example."""
@@ -235,11 +242,6 @@ class Gated(Asking):
             return draw(gates, gate_noise), None
         u = self.gate_noise() if gate_noise is None else gate_noise
         return draw(gates, u), additions(gates, u)
-
-    def gated_weights(self, z: Sequence[Tensor], added: Sequence[Tensor | None] | None = None) -> dict[str, Tensor]:
-        """The weights that gates multiply, multiplied by `z` (one tensor per placement), with noise that they add."""
-        members, tables = dict(self.model.named_parameters()), self.tables
-        return {name: multiplied(members[name], target, z, tables, added) for name, target in self._targets.items()}
 
     def multiply_into(self, model: nn.Module, z: Sequence[Tensor]) -> None:
         """Multiplies `z` into the weights of a copy of the model, in place: no second set of weights takes memory."""
@@ -268,6 +270,7 @@ class Gated(Asking):
         self.tables = self.liveness.tables(home.device, dtype)
         self.tables |= {key: torch.as_tensor(index, device=home.device) for key, index in self._layout.items()}
         self.memo: dict[Any, Any] = {}
+        self._known = None
         show_members(self.model, self.present, self._gates(), home.device)
         self.census_tables = {k: c.tables(home.device, dtype) for k, c in self.census.items() if c is not None}
 
@@ -285,3 +288,4 @@ class Gated(Asking):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)  # loads nothing yet: hooks see the state first
         refuse_other_shapes(own_state(self.model, self.gates), state_dict, prefix)
+        self._known = None

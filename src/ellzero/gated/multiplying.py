@@ -1,15 +1,17 @@
 """How gates get into weights: each gated weight is replaced, for one forward, by its product with the gates on it.
 
-`aim` works out once which gates act on which weight, and in what layout. `in_place` puts the products where the model
-looks for its weights and takes them out again. This file knows drawn gates as tensors; it draws none.
+`aim` works out once which gates act on which weight, and in what layout; `hold`, what gates that stay as they are still
+do. `in_place` puts the products where the model looks for its weights and takes them out again. This file knows drawn
+gates as tensors; it draws none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from torch import Tensor, nn
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Numbers
 from ellzero.graph.tracing import places
+
+Kind = TypeVar("Kind", "Target", "Held")
 
 
 class Factor(NamedTuple):
@@ -43,6 +47,14 @@ class Target(NamedTuple):
     shape: tuple[int, ...]
     holders: list[tuple[str, ...]]
     factors: list[Factor]
+
+
+class Held(NamedTuple):
+    """A weight whose gates stay as they are: its shape, its holders, and all that it is multiplied by, laid out."""
+
+    shape: tuple[int, ...]
+    holders: list[tuple[str, ...]]
+    factors: list[Tensor]
 
 
 def aim(model: nn.Module, placements: Sequence[Placement]) -> tuple[dict[str, Target], dict[str, Numbers]]:
@@ -85,8 +97,24 @@ def multiplied(
             weight = weight * factor.to(weight.dtype) + laid_out(noise, part, tables, 0.0).to(weight.dtype)
         else:
             product = factor if product is None else product * factor
-    if product is None:
-        return weight
+    return weight if product is None else _times(weight, product)
+
+
+def hold(targets: Mapping[str, Target], z: Sequence[Tensor], tables: Mapping[str, Tensor]) -> dict[str, Held]:
+    """What these gates do to weights for as long as they stay as they are: nothing where all are 1."""
+    laid = {name: [laid_out(z[f.number], f, tables, 1.0) for f in t.factors] for name, t in targets.items()}
+    every = [factor for factors in laid.values() for factor in factors]
+    does = iter(torch.stack([(factor != 1).any() for factor in every]).tolist() if every else ())  # asks a GPU once
+    acting = {name: [factor for factor in factors if next(does)] for name, factors in laid.items()}
+    return {name: Held(*targets[name][:2], factors) for name, factors in acting.items() if factors}
+
+
+def times(weight: Tensor, held: Held) -> Tensor:
+    """`weight` times the gates on it that do something: to the bit what `multiplied` makes of all."""
+    return _times(weight, reduce(torch.mul, held.factors))
+
+
+def _times(weight: Tensor, product: Tensor) -> Tensor:
     product = product if product.dtype == weight.dtype else product.to(weight.dtype)
     return weight * (_replicated(product, weight) if type(weight).__name__ == "DTensor" else product)
 
@@ -125,9 +153,7 @@ def multiply_into(
 
 
 @contextmanager
-def in_place(
-    model: nn.Module, targets: Mapping[str, Target], make: Callable[[str, Tensor, Target], Any]
-) -> Iterator[None]:
+def in_place(model: nn.Module, targets: Mapping[str, Kind], make: Callable[[str, Tensor, Kind], Any]) -> Iterator[None]:
     """Puts what `make` makes of gated weights where the model looks for its own, and puts these back in the end.
 
     What `torch.func.functional_call` does, for the few weights that change: it walks all parameters at each call.

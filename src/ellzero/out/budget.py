@@ -201,6 +201,8 @@ class Budget:
             for constraint in self.constraints:
                 constraint.ascend()
         self.done, self._termed = self.done + 1, False
+        if self.phase == "tuning":
+            self.gated.held()  # a compiler goes by what is known of the gates: they are looked at after each step
         if self.done == self.settles and self.phase == "learning":
             self.settle(optimizer)
         elif self._average is not None:
@@ -236,7 +238,7 @@ class Budget:
         if self._driver is not None:
             self._driver.stop()
         _DRIVEN.pop(self.gated, None)
-        self._finished = True
+        self._finished, self.gated.still = True, False
         return small
 
     def metrics(self) -> dict[str, float]:
@@ -367,6 +369,7 @@ def _waits(here: weakref.ref[Budget]) -> bool:
 
 def _fix(gated: Gated) -> None:
     gated.fix()
+    gated.still = True
     if not _in_a_group():  # there every rank waits for the gradient of each parameter that it began with
         for p in gated.gates.parameters():
             p.requires_grad_(False).grad = None  # no optimizer moves it, no decay reaches it

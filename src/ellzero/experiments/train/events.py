@@ -93,6 +93,7 @@ def turn(trainer: Trainer) -> None:
             own = trainer.runs.values()[f"network.gates.{name}"]
             with torch.no_grad():
                 (own if trainer.runs.size == 1 else own[run]).copy_(gate)
+    trainer.hold()
     evaluation.recalibrate(trainer)
 
 

@@ -80,6 +80,7 @@ def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
                 raise ValueError(f"`{kind}.{name}` has shape {shapes}")
             tensor.copy_(stored)
         trainer.step.losses.copy_(state["own"][trainer.rank]["losses"])
+    trainer.hold()
     groups = trainer.optimizer.state_dict()["param_groups"]
     trainer.optimizer.load_state_dict({"state": dict(state["optimizer"]), "param_groups": groups})
     for parameter, known in trainer.optimizer.state.items():  # a file has its tensors contiguous

@@ -131,10 +131,17 @@ class Trainer:
         if "latency" in self.costs:  # it lays out its tables when it is first asked, which no graph can
             with torch.no_grad():
                 self.runs.template.costs()
+        self.hold()
         self.step.prepare(compile=self.policy.compiles(self.epoch), ranks=self.policy.ranks)
         self.take: Callable[[Tensor, Tensor], Tensor] = self._take
         if self.policy.captures:
             self.take = Captured(self._take)
+
+    def hold(self) -> None:
+        """Lets a run alone know what its gates still multiply while only the weights move, after these were moved."""
+        if self.gates and self.runs.alone is not None:
+            self.gated.still = self.step.fixed
+            self.gated.held()
 
     def _take(self, index: Tensor, noise: Tensor) -> Tensor:
         return self.step(*self.supply.batch(index), noise, first=self.steps_done == self.alone)

@@ -67,11 +67,12 @@ class Objective(nn.Module):
         return (function or Objective.loss)(self, *args)
 
     def loss(self, x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """The task loss of a batch, and the costs."""
+        """The task loss of a batch, and the costs, which nobody asks of gates that stay as they are: zeros then."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             given = {"gate_noise": noise} if self.has_gates and not self.gated.per_example else {}
             logits = self.network(x, **given)
-        return self.task(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), self.costs()
+        charged = self.costs() if self.network.training else logits.new_zeros(len(self.parts))
+        return self.task(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), charged
 
     def logits(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.network(x))

@@ -1,0 +1,176 @@
+"""Gates that settled cost nothing: a step is that of the small plain network, and no bit of it is another one."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ellzero as l0
+from ellzero.out import shrinking
+from support.loops import Loop, driven
+from support.zoo import Grouped, ResNet, Tied, lenet, mlp
+
+STEPS, SETTLES = 12, 8
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: mlp(6, 16, 12, 3), (5, 6)),
+    "lenet": (lenet, (3, 1, 28, 28)),
+    "resnet": (ResNet, (3, 2, 6, 6)),
+    "tied": (Tied, (5, 3)),
+}
+# Ways to move a gate that has settled, each of which closes the first that is open.
+MOVES: dict[str, Callable[[l0.Gated, Tensor], object]] = {
+    "close_": lambda gated, where: _first(gated).close_(where),
+    "written": lambda gated, where: _write(_first(gated).log_alpha, where),
+    "loaded": lambda gated, where: gated.load_state_dict(_closed(gated, where)),
+    "replaced": lambda gated, where: setattr(_first(gated), "log_alpha", _closed_parameter(gated, where)),
+}
+
+
+def _first(gated: l0.Gated) -> Any:
+    return next(gate for _, gate in gated.named_gates())
+
+
+def _write(log_alpha: Tensor, where: Tensor) -> None:
+    with torch.no_grad():
+        log_alpha[where] = -9.0
+
+
+def _closed(gated: l0.Gated, where: Tensor) -> dict[str, Tensor]:
+    other = copy.deepcopy(gated)
+    _first(other).close_(where)
+    return other.state_dict()
+
+
+def _closed_parameter(gated: l0.Gated, where: Tensor) -> nn.Parameter:
+    own = _first(gated).log_alpha
+    return nn.Parameter(torch.where(where, -9.0, own), requires_grad=False)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch computes; not where it only looks at a tensor in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += not (func.is_view or func is torch.ops.aten.detach.default)
+        return func(*args, **kwargs or {})
+
+
+def operations(network: nn.Module, x: Tensor) -> Counter[str]:
+    """Of a forward and its backward."""
+    for p in network.parameters():
+        p.grad = None
+    with Operations() as counted:
+        network(x).square().sum().backward()
+    return +counted.seen
+
+
+def begun(name: str, seed: int = 0) -> tuple[Loop, Tensor]:
+    """A loop before its first step, and its batch."""
+    torch.manual_seed(seed)
+    make, shape = NETWORKS[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    gated = l0.attach(make(), (x[:2],))
+    optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
+    options = {"macs": 0.5, "steps": STEPS, "learning": SETTLES / STEPS, "gate_lr": 0.5}
+    return driven(gated, optimizer, lambda _: gated(x).square().mean(), **options), x
+
+
+def settled(name: str) -> tuple[Loop, Tensor]:
+    """A loop in the middle of its tuning, and its batch."""
+    out, x = begun(name)
+    out.train(range(SETTLES + 2))
+    assert out.budget.phase == "tuning"
+    out.gated.noisy = False  # nobody minds the statistics of so few steps
+    return out, x
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_step_of_settled_gates_has_the_operations_of_the_compact_network(name: str) -> None:
+    loop, x = settled(name)
+    small = l0.compact(loop.gated).train()
+    assert operations(loop.gated, x) == operations(small, x)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_bit_of_training_is_another_one(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if padded:  # closed units stay, as on a GPU
+        propose = shrinking.propose
+        monkeypatch.setattr(shrinking, "propose", lambda gated, closed: propose(gated, closed, 4))
+    (one, _), (other, _) = settled(name), settled(name)
+    other.gated.still = False
+    one.train(range(SETTLES + 2, STEPS))
+    other.train(range(SETTLES + 2, STEPS))
+    assert bool(one.gated.held()) is padded
+    assert other.gated.held() is None
+    for (key, a), b in zip(one.gated.state_dict().items(), other.gated.state_dict().values(), strict=True):
+        assert torch.equal(a, b), key
+
+
+def test_units_that_stay_as_masks_are_closed_all_the_same() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 1, 3)
+    gated = l0.attach(Grouped(), (x,))
+    optimizer = torch.optim.Adam(gated.param_groups(lr=1e-2))
+    loop = driven(gated, optimizer, lambda _: gated(x).square().mean(), macs=0.6, steps=STEPS, gate_lr=0.5)
+    loop.train(range(STEPS - 1))
+    assert loop.budget.masked is not None and gated.held()
+    torch.testing.assert_close(gated(x), l0.compact(gated)(x))
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_gate_that_moves_after_all_is_seen(move: str) -> None:
+    loop, x = settled("mlp")
+    gated = loop.gated
+    before, where = gated(x), _first(gated).open()
+    where &= where.cumsum(0) == 1
+    MOVES[move](gated, where)
+    after = gated(x)
+    assert gated.still
+    gated.still = False
+    assert torch.equal(after, gated(x))
+    assert not torch.equal(after, before)
+
+
+def test_gates_that_learn_are_never_held() -> None:
+    loop, x = settled("mlp")
+    for p in loop.gated.gates.parameters():
+        p.requires_grad_(True)
+    loop.gated(x).square().sum().backward()
+    assert all(p.grad is not None for p in loop.gated.gates.parameters())
+    with torch.no_grad():
+        assert loop.gated.held() is not None  # no gradient can reach them here
+
+
+def test_a_compiler_goes_by_what_a_step_saw() -> None:
+    loop, x = settled("mlp")
+    compiled = torch.compile(loop.gated, backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), loop.gated(x))
+        where = _first(loop.gated).open()
+        where &= where.cumsum(0) == 1
+        loop.gated.load_state_dict(_closed(loop.gated, where))
+        closed = loop.gated(x)
+        assert torch.equal(compiled(x), closed)
+        _first(loop.gated).open_(where, wide=True)
+    loop.train(range(1))  # a step looks at the gates
+    with torch.no_grad():
+        assert not torch.equal(closed, loop.gated(x))
+        assert torch.equal(compiled(x), loop.gated(x))
+
+
+def test_a_run_that_is_taken_up_holds_too() -> None:
+    (one, x), (fresh, _) = settled("mlp"), begun("mlp", seed=1)
+    fresh.take_up(one.state())
+    one.train(range(SETTLES + 2, STEPS))
+    fresh.train(range(SETTLES + 2, STEPS))
+    assert fresh.gated.held() == one.gated.held() == {}
+    assert torch.equal(fresh.gated(x), one.gated(x))
