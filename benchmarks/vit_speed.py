@@ -6,8 +6,8 @@ The dense network, the gated one and the one that its gates left (as a stored ro
 the same loop in one process. Blocks of steps are interleaved, and each ratio is the median over the rounds of a block's
 time to the dense block's beside it. The images are noise of the shape of CIFAR-10. The whole run is that of the row's
 recipe: gated steps until its gates settle, small ones from there on. Steps are compiled where that run would compile
-them. Compilation is what the first steps took beyond others, capture included; the run counts it, for each network once.
-What the compiler takes to start, whatever it compiles, counts for neither.
+them. Compilation is what the first steps took beyond others, capture included; the run counts it, for each network
+once. What the compiler takes to start, whatever it compiles, counts for neither.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from ellzero.gated.alive import liveness
@@ -27,7 +26,7 @@ from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.grouping import grouped
 from ellzero.gated.loading import key_of, own_state, refuse_other_keys, refuse_other_shapes
 from ellzero.gated.members import show_members
-from ellzero.gated.multiplying import aim, in_place, multiplied, multiply_into, times
+from ellzero.gated.multiplying import aim, in_place, multiplied, multiply_into, run, times
 from ellzero.gated.placements import Placement
 from ellzero.gated.taking import idle, refuse_taking, remaining
 from ellzero.gates.abstract import AbstractGate, additions, draw, values
@@ -207,24 +206,14 @@ class Gated(Holding):
         if gate_noise is not None and gate_noise.shape != (n := self.liveness.size,):
             raise ValueError(f"`gate_noise` must have shape ({n},), one entry per gate, got {tuple(gate_noise.shape)}")
         if not draws and not self.on_activations and (held := self.held()) is not None:
-            return self._run(held, lambda _, w, target: times(w, target), args, kwargs)
+            return run(self.model, held, lambda _, w, by: times(w, by), args, kwargs)
         z, added = self._drawn(gate_noise) if draws else (values(gates), None)
         if self.on_activations and not torch.compiler.is_compiling():
             sharding.refuse_late(self.model, self.gates)
             with masking.masked(self.model, self._masks, z, self.tables):
                 return self.model(*args, **kwargs)
         tables = self.tables
-        return self._run(self._targets, lambda _, w, target: multiplied(w, target, z, tables, added), args, kwargs)
-
-    def _run(self, targets: Any, make: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the model with what `make` makes of these weights."""
-        if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
-            own = dict(self.model.named_parameters()) if targets else {}
-            made = {name: make(name, own[name], target) for name, target in targets.items()}
-            weights = {".".join(path): made[name] for name in made for path in targets[name].holders}
-            return functional_call(self.model, weights, args, kwargs, tie_weights=False)
-        with in_place(self.model, targets, make):
-            return self.model(*args, **kwargs)
+        return run(self.model, self._targets, lambda _, w, to: multiplied(w, to, z, tables, added), args, kwargs)
 
     def _for_each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward with noise of its own for each example."""

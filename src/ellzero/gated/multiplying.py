@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ellzero.gated.placements import Placement
 from ellzero.graph.axes import Numbers
@@ -150,6 +151,23 @@ def multiply_into(
     members = dict(model.named_parameters())
     for name, target in targets.items():
         members[name].copy_(multiplied(members[name], target, z, tables))
+
+
+def run(
+    model: nn.Module,
+    targets: Mapping[str, Kind],
+    make: Callable[[str, Tensor, Kind], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Runs the model with what `make` makes of gated weights."""
+    if torch.compiler.is_compiling():  # a compiler follows no parameters that come and go
+        own = dict(model.named_parameters()) if targets else {}
+        made = {name: make(name, own[name], target) for name, target in targets.items()}
+        weights = {".".join(path): made[name] for name in made for path in targets[name].holders}
+        return functional_call(model, weights, args, kwargs, tie_weights=False)
+    with in_place(model, targets, make):
+        return model(*args, **kwargs)
 
 
 @contextmanager

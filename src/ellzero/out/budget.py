@@ -200,9 +200,9 @@ class Budget:
         if self.phase == "learning":
             for constraint in self.constraints:
                 constraint.ascend()
-        self.done, self._termed = self.done + 1, False
-        if self.phase == "tuning":
+        else:
             self.gated.held()  # a compiler goes by what is known of the gates: they are looked at after each step
+        self.done, self._termed = self.done + 1, False
         if self.done == self.settles and self.phase == "learning":
             self.settle(optimizer)
         elif self._average is not None:
@@ -235,10 +235,8 @@ class Budget:
             recalibrate(self.gated, batches)  # with its gates: they are masks where no unit has left
         nn.Module.train(self.gated, False)  # `compact` warns of noise in the statistics, once
         small = compact(self.gated)
-        if self._driver is not None:
-            self._driver.stop()
-        _DRIVEN.pop(self.gated, None)
-        self._finished, self.gated.still = True, False
+        _let_go(self.gated, self._driver)
+        self._finished = True
         return small
 
     def metrics(self) -> dict[str, float]:
@@ -354,8 +352,7 @@ def _check(gated: Gated, learning: object, gate_lr: object, ema: object) -> None
 
 
 def _claim(gated: Gated, budget: Budget) -> None:
-    other = _DRIVEN.get(gated)
-    if other is not None and other() is not None:
+    if (other := _DRIVEN.get(gated)) is not None and other() is not None:
         raise ValueError("`gated` must have one budget, got a second: name all costs in one")
     _DRIVEN[gated] = weakref.ref(budget)
     remind(gated, partial(_waits, weakref.ref(budget)))
@@ -363,8 +360,14 @@ def _claim(gated: Gated, budget: Budget) -> None:
 
 def _waits(here: weakref.ref[Budget]) -> bool:
     """Whether no step has moved a budget, nor is about to."""
-    budget = here()
-    return budget is not None and budget._driver is None and not budget._termed and not budget.done
+    return (budget := here()) is not None and budget._driver is None and not budget._termed and not budget.done
+
+
+def _let_go(gated: Gated, driver: Driver | None) -> None:
+    if driver is not None:
+        driver.stop()
+    _DRIVEN.pop(gated, None)
+    gated.still = False
 
 
 def _fix(gated: Gated) -> None:

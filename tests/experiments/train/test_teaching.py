@@ -91,7 +91,8 @@ def test_the_loss_is_the_cross_entropy_with_these_labels() -> None:
 
 @pytest.mark.slow
 def test_the_runs_of_a_stack_have_their_own_teachers_and_end_as_those_trained_alone() -> None:
-    recipes = [TAUGHT, TAUGHT.override(seed=4, at_most=0.5)]
+    taught = TAUGHT.override(optimizer="sgd", gate_lr=0.1)  # a step of Adam is as long for a rounding error
+    recipes = [taught, taught.override(seed=4, at_most=0.5)]
     stack, alone = train(recipes, few()), [train([r], few()) for r in recipes]
     for name, value in stack.runs.values().items():
         for run, other in enumerate(alone):

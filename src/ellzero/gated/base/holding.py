@@ -23,6 +23,11 @@ class _Known(NamedTuple):
     versions: list[int]
     held: dict[str, Held]
 
+    def fits(self, numbers: list[Tensor]) -> bool:
+        """Whether these are the same tensors, and none was written to since."""
+        both = zip(numbers, self.numbers, self.versions, strict=False)
+        return len(numbers) == len(self.numbers) and all(a is b and a._version == v for a, b, v in both)
+
 
 class Holding(Asking):
     """Around gates that may stay as they are.
@@ -42,21 +47,20 @@ class Holding(Asking):
             return None
         if torch.compiler.is_compiling():  # which knows no versions: who says `still` has looked at them
             return None if self._known is None else self._known.held
-        gates = self._gates()
-        numbers = [t for g in gates for t in (*g._parameters.values(), *g._buffers.values()) if t is not None]
+        owned = (own for gate in self._gates() for own in (gate._parameters, gate._buffers))
+        numbers = [t for own in owned for t in own.values() if t is not None]
         if torch.is_grad_enabled() and any(t.requires_grad for t in numbers):
             return None
-        if any(type(t) not in (nn.Parameter, Tensor) or t.is_inference() for t in numbers):
-            return None  # put there for one call, or shared by processes
-        if any(gate.sees_weights for gate in gates):
-            return None
-        versions, known = [t._version for t in numbers], self._known
-        if (
-            known is None
-            or versions != known.versions
-            or any(a is not b for a, b in zip(numbers, known.numbers, strict=True))
-        ):
+        known = self._known
+        if known is None or not known.fits(numbers):
+            if not self._can_be_held(numbers):
+                return None
             with torch.no_grad():
-                known = _Known(numbers, versions, hold(self._targets, values(gates), self.tables))
-            self._known = known
+                held = hold(self._targets, values(self._gates()), self.tables)
+            self._known = known = _Known(numbers, [t._version for t in numbers], held)
         return known.held
+
+    def _can_be_held(self, numbers: list[Tensor]) -> bool:
+        """Not where they were put there for one call or are shared by processes, nor where weights close gates."""
+        plain = all(type(t) in (nn.Parameter, Tensor) and not t.is_inference() for t in numbers)
+        return plain and not any(gate.sees_weights for gate in self._gates())
