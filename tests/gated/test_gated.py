@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -1201,3 +1202,31 @@ def test_garbage_collection_is_left_as_it_is(frozen: bool) -> None:
         assert (gc.get_freeze_count() > 0) is frozen
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("options", [{}, {"apply": "activations"}, {"per_example": True}], ids=str)
+def test_threads_take_turns(options: dict[str, Any]) -> None:
+    """One calls in the middle of the other's forward."""
+
+    class Calling(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            if threading.current_thread() is threading.main_thread() and self.calls:
+                other.start()
+                other.join(timeout=0.2)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model, x = Calling(*mlp(4, 8, 6, 2)), torch.randn(3, 4)
+    model.calls = False
+    gated = l0.attach(model, x, gate=partial(l0.HardConcreteGate, drop_rate=0.5), **options).fix()
+    with torch.no_grad():
+        expected = gated(x)
+        seen = []
+        other = threading.Thread(target=torch.no_grad()(lambda: seen.append(gated(x))))
+        model.calls = True
+        assert torch.equal(gated(x), expected)
+        other.join()
+        model.calls = False
+        assert torch.equal(seen[0], expected)
+        assert torch.equal(gated(x), expected)
+    assert all(type(p) is nn.Parameter for layer in model for p in layer._parameters.values())

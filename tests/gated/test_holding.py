@@ -27,7 +27,16 @@ MOVES: dict[str, Callable[[l0.Gated, Tensor], object]] = {
     "close_": lambda gated, where: _first(gated).close_(where),
     "written": lambda gated, where: _write(_first(gated).log_alpha, where),
     "loaded": lambda gated, where: gated.load_state_dict(_closed(gated, where)),
+    "laid elsewhere": lambda gated, where: PAST["other data"](_first(gated).log_alpha, where),
     "replaced": lambda gated, where: setattr(_first(gated), "log_alpha", _closed_parameter(gated, where)),
+}
+
+
+# The same, past what torch counts.
+PAST: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "data": lambda p, where: p.data.__setitem__(where, -9.0),
+    "numpy": lambda p, where: p.detach().numpy().__setitem__(where.numpy(), -9.0),
+    "other data": lambda p, where: setattr(p, "data", p.detach().masked_fill(where, -9.0)),
 }
 
 
@@ -127,45 +136,124 @@ def test_units_that_stay_as_masks_are_closed_all_the_same() -> None:
     torch.testing.assert_close(gated(x), l0.compact(gated)(x))
 
 
+def stale(gated: l0.Gated, x: Tensor) -> bool:
+    """Whether a step of training goes by gates that are not there any more."""
+    seen = gated(x)
+    gated.still = False
+    fresh = gated(x)
+    gated.still = True
+    return not torch.equal(seen, fresh)
+
+
+def one_open(gated: l0.Gated) -> Tensor:
+    where: Tensor = _first(gated).open()
+    return where & (where.cumsum(0) == 1)
+
+
 @pytest.mark.parametrize("move", MOVES)
 def test_a_gate_that_moves_after_all_is_seen(move: str) -> None:
     loop, x = settled("mlp")
     gated = loop.gated
-    before, where = gated(x), _first(gated).open()
-    where &= where.cumsum(0) == 1
-    MOVES[move](gated, where)
-    after = gated(x)
+    before = gated(x)
+    MOVES[move](gated, one_open(gated))
     assert gated.still
-    gated.still = False
-    assert torch.equal(after, gated(x))
-    assert not torch.equal(after, before)
+    assert not torch.equal(gated(x), before)
+    assert not stale(gated, x)
+
+
+@pytest.mark.parametrize("past", PAST)
+def test_what_torch_does_not_count_is_seen_where_nothing_is_remembered(past: str) -> None:
+    """In evaluation, in a compiled network, in an exported one, and in a copy."""
+    loop, x = settled("mlp")
+    gated = loop.gated
+    twin, compiled = copy.deepcopy(gated), torch.compile(gated, backend="eager")
+    gated(x), twin(x), compiled(x)
+    for network in (gated, twin):
+        PAST[past](_first(network).log_alpha, one_open(network))
+    assert not twin.still
+    expected = l0.compact(gated)
+    torch.testing.assert_close(twin(x), expected(x))
+    torch.testing.assert_close(compiled(x), expected(x))
+    gated.eval()
+    torch.testing.assert_close(gated(x), expected(x))
+    torch.testing.assert_close(compiled(x), expected(x))
+    torch.testing.assert_close(torch.export.export(gated, (x,)).module()(x), expected(x))
 
 
 def test_gates_that_learn_are_never_held() -> None:
     loop, x = settled("mlp")
     for p in loop.gated.gates.parameters():
         p.requires_grad_(True)
-    loop.gated(x).square().sum().backward()
-    assert all(p.grad is not None for p in loop.gated.gates.parameters())
-    with torch.no_grad():
-        assert loop.gated.held() is not None  # no gradient can reach them here
+    for run in (loop.gated, torch.compile(loop.gated, backend="eager")):
+        loop.gated.zero_grad()
+        run(x).square().sum().backward()
+        assert all(p.grad is not None for p in loop.gated.gates.parameters())
 
 
-def test_a_compiler_goes_by_what_a_step_saw() -> None:
+def test_gates_of_one_call_are_not_remembered() -> None:
     loop, x = settled("mlp")
-    compiled = torch.compile(loop.gated, backend="eager")
+    gated, before = loop.gated, loop.gated(x)
+    other = {"gates." + key: value for key, value in gated.gates.state_dict().items()}
+    key = next(iter(other))
+    other[key] = other[key].masked_fill(one_open(gated), -9.0)
+    assert not torch.equal(torch.func.functional_call(gated, other, (x,)), before)
+    assert torch.equal(gated(x), before)
+
+
+def test_a_stack_of_settled_networks_answers_as_they_do() -> None:
+    loop, x = settled("mlp")
+    networks = [loop.gated, copy.deepcopy(loop.gated)]
+    _first(networks[1]).close_(one_open(networks[1]))
+    values = torch.func.stack_module_state(networks)
+    for network in networks:
+        network.still = True
+    together = torch.func.vmap(lambda *v: torch.func.functional_call(loop.gated, v, (x,)))(*values)
+    torch.testing.assert_close(together, torch.stack([network(x) for network in networks]))
+
+
+def test_a_look_in_inference_mode_leaves_the_training_alone() -> None:
+    loop, x = settled("mlp")
+    loop.gated.still, loop.gated._known = True, None
+    with torch.inference_mode():
+        loop.gated(x)
+    loop.train(range(1))
+    with torch.inference_mode():
+        MOVES["written"](loop.gated, one_open(loop.gated))
+    assert not stale(loop.gated, x)
+
+
+class Nested(l0.HardConcreteGate):
+    """log α comes from a module of its own."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(shape)
+        self.shift = nn.Linear(1, *shape, bias=False)
+        nn.init.zeros_(self.shift.weight)
+
+    def phi(self) -> Any:
+        return (super().phi()[0] + self.shift.weight[:, 0],)
+
+
+@pytest.mark.filterwarnings("ignore:subclassing")
+def test_families_with_parts_and_constants_of_their_own() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 6)
+    gated = l0.attach(mlp(6, 16, 12, 3), (x,), gate=Nested).train().fix()
+    gated.gates.requires_grad_(False)
+    gated.still = True
+    gated(x)
     with torch.no_grad():
-        assert torch.equal(compiled(x), loop.gated(x))
-        where = _first(loop.gated).open()
-        where &= where.cumsum(0) == 1
-        loop.gated.load_state_dict(_closed(loop.gated, where))
-        closed = loop.gated(x)
-        assert torch.equal(compiled(x), closed)
-        _first(loop.gated).open_(where, wide=True)
-    loop.train(range(1))  # a step looks at the gates
-    with torch.no_grad():
-        assert not torch.equal(closed, loop.gated(x))
-        assert torch.equal(compiled(x), loop.gated(x))
+        _first(gated).shift.weight[0] = -20.0
+    assert not stale(gated, x)
+    gated = l0.attach(mlp(6, 16, 12, 3), (x,), gate=l0.gates.BernoulliGate).train().fix()
+    gated.gates.requires_grad_(False)
+    gated.still = True
+    gated(x)
+    assert gated.held() is not None
+    for gate in gated.gates.values():
+        gate.threshold = 1.1
+    assert not stale(gated, x)
+    assert (gated(x) == gated(x)[:1]).all()  # no gate is open any more
 
 
 def test_a_run_that_is_taken_up_holds_too() -> None:

@@ -181,3 +181,16 @@ def test_statistics_of_a_network_with_several_inputs() -> None:
             l0.recalibrate(gated, wrong)  # type: ignore[arg-type]
     assert all(torch.equal(before[key], value) for key, value in norm.state_dict().items())
     assert norm.momentum == 0.1
+
+
+@pytest.mark.slow
+def test_what_a_fused_optimizer_moves_has_moved() -> None:
+    """Torch does not count what it writes."""
+    gated, term = attached(), TERMS["penalty"]()
+    adam = torch.optim.Adam(gated.param_groups(lr=1e-3), fused=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(110):
+            (gated(X).square().mean() + term(gated)).backward()
+            adam.step()
+            adam.zero_grad()

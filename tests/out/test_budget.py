@@ -517,11 +517,13 @@ def test_mistakes_in_the_loop_are_told_where_they_happen() -> None:
         budget.drive(ADAM([{"params": gated.model.parameters()}]))
     with pytest.raises(ValueError, match=r"got one without model\.0\.weight, model\.0\.bias, model\.2\.weight and 3"):
         budget.drive(ADAM([{"params": gated.gates.parameters()}]))
+    with pytest.raises(RuntimeError, match=r"in step 4, got 0 steps; call `budget\.drive"):
+        budget.finish()
     optimizer = ADAM(gated.param_groups(lr=1e-2))
     budget.drive(optimizer)
     with pytest.raises(ValueError, match="must be driven once"):
         budget.drive(optimizer)
-    with pytest.raises(RuntimeError, match=r"in step 4, got 0 steps; call `budget\.drive"):
+    with pytest.raises(RuntimeError, match=r"in step 4, got 0 steps; the optimizer that it drives has taken no step"):
         budget.finish()
     F.cross_entropy(gated.model(X), Y).backward()
     with pytest.raises(RuntimeError, match=r"call `gated\(x\)` in the loop, not the model itself"):

@@ -189,3 +189,101 @@ def test_states_in_another_order_are_refused_with_the_right_one() -> None:
         other.drive(early)
     fresh.load_state_dict(saved)
     other.drive(torch.optim.Adam(fresh.parameters(), lr=1e-2))
+
+
+def test_gates_that_do_not_learn_have_no_budget() -> None:
+    gated, budget, adam = begun()
+    budget.drive(adam)
+    train(gated, adam, 8)
+    budget.finish()
+    with pytest.raises(ValueError, match="must have gates that learn, and they are fixed: attach to its model anew"):
+        l0.Budget(gated, macs=0.3, steps=8)
+    with pytest.raises(ValueError, match="must have gates that learn, and they have nothing to learn"):
+        l0.Budget(l0.attach(gated.model, X[:2], gate=l0.gates.DropoutGate), macs=0.3, steps=8)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_go_on_hearing_them(register: str) -> None:
+    gated, budget, adam = begun()
+    heard: list[str] = []
+    for name, p in gated.model.named_parameters():
+        getattr(p, register)(lambda _, name=name: heard.append(name))
+    budget.drive(adam)
+    train(gated, adam, 7)
+    assert budget.phase == "tuning"
+    assert str(budget.masked).startswith("a hook waits for the gradient of `0.weight`")
+    heard.clear()
+    train(gated, adam, 1)
+    assert sorted(heard) == sorted(name for name, _ in gated.model.named_parameters())
+    small = budget.finish()
+    with torch.no_grad():
+        torch.testing.assert_close(small(X), gated(X))
+
+
+def test_what_is_noted_on_a_parameter_stays_with_it() -> None:
+    gated, budget, adam = begun()
+    for name, p in gated.model.named_parameters():
+        p.called = name  # type: ignore[attr-defined]
+    budget.drive(adam)
+    train(gated, adam, 8)
+    assert budget.masked is None
+    for name, p in gated.model.named_parameters():
+        assert p.called == name  # type: ignore[attr-defined]
+
+
+class Listing(torch.optim.SGD):
+    """Moves the parameters that it was given in the beginning."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.all = {"mine": [p for group in self.param_groups for p in group["params"]]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        for p in self.all["mine"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.defaults["lr"])
+
+
+def test_an_optimizer_with_a_list_of_its_own_moves_all_to_the_end() -> None:
+    gated, budget, optimizer = begun(Listing)
+    budget.drive(optimizer)
+    train(gated, optimizer, 7)
+    assert budget.phase == "tuning"
+    assert budget.masked == "Listing keeps parameters in `all`, beside its `param_groups`"
+    before = [p.detach().clone() for p in gated.model.parameters()]
+    train(gated, optimizer, 1)
+    assert not any(torch.equal(p, b) for p, b in zip(gated.model.parameters(), before, strict=True) if p.grad.any())
+
+
+def test_a_step_without_gradients_around_it_is_one_as_any_other() -> None:
+    """Sharpness-aware minimisation takes its second step under `no_grad`."""
+    networks = []
+    for grad in (True, False):
+        gated, budget, adam = begun()
+        budget.drive(adam)
+        for step in range(8):
+            torch.manual_seed(step)
+            adam.zero_grad()
+            F.cross_entropy(gated(X), Y).backward()
+            with torch.set_grad_enabled(grad):
+                adam.step()
+        networks.append(budget.finish().state_dict())
+    for key, value in networks[0].items():
+        assert torch.equal(value, networks[1][key]), key
+
+
+def test_training_beyond_the_average_is_not_undone() -> None:
+    gated, budget, adam = begun(ema=0.9)
+    budget.drive(adam)
+    train(gated, adam, 8)
+    first = copy.deepcopy(budget.finish())
+    gated.train()
+    train(gated, adam, 5)
+    trained = [p.detach().clone() for p in gated.model.parameters()]
+    second = budget.finish()
+    for p, mine, before in zip(second.parameters(), trained, first.parameters(), strict=True):
+        assert torch.equal(p, mine)
+        assert not torch.equal(p, before)

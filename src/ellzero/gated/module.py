@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_map
 
 from ellzero.gated.alive import liveness
 from ellzero.gated.base import local, masking, sharding
+from ellzero.gated.base.asking import sums
 from ellzero.gated.base.holding import Holding
 from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.grouping import grouped
 from ellzero.gated.loading import key_of, own_state, refuse_other_keys, refuse_other_shapes
 from ellzero.gated.members import show_members
-from ellzero.gated.multiplying import aim, in_place, multiplied, multiply_into, run, times
+from ellzero.gated.multiplying import Held, aim, in_place, lock_of, multiplied, multiply_into, run, times
 from ellzero.gated.placements import Placement
 from ellzero.gated.taking import idle, refuse_taking, remaining
 from ellzero.gates.abstract import AbstractGate, additions, draw, values
@@ -86,7 +87,7 @@ class Gated(Holding):
         if self.on_activations:
             both = self._masks, self._targets
             masking.refuse_other_function(model, self.example_inputs, *both, self._gates(), self.tables)
-        self.training, self._begun = model.training, self._sums()
+        self.training, self._begun = model.training, sums(self.gates)
         self.show()
 
     @property
@@ -205,15 +206,19 @@ class Gated(Holding):
             return self._for_each(args, kwargs)
         if gate_noise is not None and gate_noise.shape != (n := self.liveness.size,):
             raise ValueError(f"`gate_noise` must have shape ({n},), one entry per gate, got {tuple(gate_noise.shape)}")
-        if not draws and not self.on_activations and (held := self.held()) is not None:
-            return run(self.model, held, lambda _, w, by: times(w, by), args, kwargs)
+        if not draws and (held := self.held()) is not None:
+            return self.forward_held(held, *args, **kwargs)
         z, added = self._drawn(gate_noise) if draws else (values(gates), None)
         if self.on_activations and not torch.compiler.is_compiling():
             sharding.refuse_late(self.model, self.gates)
-            with masking.masked(self.model, self._masks, z, self.tables):
+            with lock_of(self.model), masking.masked(self.model, self._masks, z, self.tables):
                 return self.model(*args, **kwargs)
         tables = self.tables
         return run(self.model, self._targets, lambda _, w, to: multiplied(w, to, z, tables, added), args, kwargs)
+
+    def forward_held(self, held: dict[str, Held], *args: Any, **kwargs: Any) -> Any:
+        """Runs the model with what `acting()` said of gates that stay as they are: for who knows when they move."""
+        return run(self.model, held, lambda _, w, by: times(w, by), args, kwargs)
 
     def _for_each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward with noise of its own for each example."""
@@ -221,7 +226,8 @@ class Gated(Holding):
             raise RuntimeError("noise for each example (`per_example`) cannot be compiled: compile without it, or not")
         self.note_draw(noisy=True)
         draws = local.drawn(self._gates(), local.examples_in(args, kwargs))
-        with in_place(self.model, self._targets, partial(local.noisy, draws=draws, tables=self.tables)):
+        make = partial(local.noisy, draws=draws, tables=self.tables)
+        with lock_of(self.model), in_place(self.model, self._targets, make):
             return self.model(*args, **kwargs)
 
     def _drawn(self, gate_noise: Tensor | None) -> tuple[list[Tensor], list[Tensor | None] | None]:

@@ -7,6 +7,8 @@ gates as tensors; it draws none.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
@@ -24,6 +26,8 @@ from ellzero.graph.axes import Numbers
 from ellzero.graph.tracing import places
 
 Kind = TypeVar("Kind", "Target", "Held")
+_MAKING = threading.Lock()
+_LOCKS: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class Factor(NamedTuple):
@@ -166,8 +170,16 @@ def run(
         made = {name: make(name, own[name], target) for name, target in targets.items()}
         weights = {".".join(path): made[name] for name in made for path in targets[name].holders}
         return functional_call(model, weights, args, kwargs, tie_weights=False)
-    with in_place(model, targets, make):
+    with lock_of(model), in_place(model, targets, make):
         return model(*args, **kwargs)
+
+
+def lock_of(model: nn.Module) -> threading.RLock:
+    """One thread after the other: what one puts in place, another would take for the model's own."""
+    if (lock := _LOCKS.get(model)) is None:
+        with _MAKING:
+            lock = _LOCKS.setdefault(model, threading.RLock())
+    return lock
 
 
 @contextmanager

@@ -210,6 +210,7 @@ class Plan:
                 new: Tensor = change(names[0], old.detach()).contiguous(memory_format=_format(old))
                 if isinstance(old, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=old.requires_grad)
+                    vars(new).update(vars(old))  # what others have noted on it
                 for module, key, _ in places:  # tied weights stay tied
                     members: dict[str, Any] = module._parameters if isinstance(new, nn.Parameter) else module._buffers
                     members[key] = new

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ellzero.gated.base.asking import sums
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 
@@ -27,7 +28,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._calls = 0
-        self._moves = 0  # how often gates had been written to at the first call
+        self._moves: tuple[int, ...] = ()  # of the gates at the first call
 
     def look(self, gated: Gated, ascends: int | None = None) -> None:
         """Takes note of one call in training; `ascends` is how often multipliers have been moved, if there are any."""
@@ -52,9 +53,9 @@ class Watch:
                 warn("nothing has moved the multipliers: call `ascend()`, or a budget's `step()`, after each step")
 
 
-def moves(gated: Gated) -> int:
-    """How often anything has written to the gates."""
-    return sum(p._version for p in gated.gates.parameters())
+def moves(gated: Gated) -> tuple[int, ...]:
+    """Another number after whatever is written to the gates: torch does not count what a fused optimizer writes."""
+    return sum(p._version for p in gated.gates.parameters()), *sums(gated.gates)
 
 
 @cache

@@ -200,8 +200,6 @@ class Budget:
         if self.phase == "learning":
             for constraint in self.constraints:
                 constraint.ascend()
-        else:
-            self.gated.held()  # a compiler goes by what is known of the gates: they are looked at after each step
         self.done, self._termed = self.done + 1, False
         if self.done == self.settles and self.phase == "learning":
             self.settle(optimizer)
@@ -231,6 +229,7 @@ class Budget:
         """
         _refuse_unsettled(self)
         _hand_over(self.gated, self._average, masked=self.masked is not None)
+        self._average = None  # it is the network now, whatever follows
         if batches is not None:
             recalibrate(self.gated, batches)  # with its gates: they are masks where no unit has left
         nn.Module.train(self.gated, False)  # `compact` warns of noise in the statistics, once
@@ -330,6 +329,8 @@ def _refuse_other(budget: Budget, state: Mapping[str, Any]) -> None:
 def _refuse_unsettled(budget: Budget) -> None:
     if budget.phase == "learning":
         do = "train on, or call `settle()` first" if budget.done else "call `budget.drive(optimizer)` before the loop"
+        if not budget.done and budget._driver is not None:
+            do = "the optimizer that it drives has taken no step"
         raise RuntimeError(
             f"`finish()` must come after the gates settled, in step {budget.settles}, got {budget.done} steps; {do}"
         )
@@ -344,6 +345,9 @@ def _refuse_unsettled(budget: Budget) -> None:
 
 def _check(gated: Gated, learning: object, gate_lr: object, ema: object) -> None:
     refuse_replaced(gated.model, gated.graph, gated.placements)
+    if gated.fixed or not any(p.requires_grad for p in gated.gates.parameters()):
+        why = "they are fixed: attach to its model anew" if gated.fixed else "they have nothing to learn"
+        raise ValueError(f"`gated` must have gates that learn, and {why}")
     check_number(
         "`learning` must be a share of the steps in (0, 1]", 1 if learning is None else learning, lambda x: 0 < x <= 1
     )

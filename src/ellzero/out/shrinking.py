@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ellzero.gated.counting import Vector
 from ellzero.gated.module import Gated
@@ -116,6 +117,7 @@ def carry_out(
             if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:  # of Adafactor or L-BFGS, say
                 kind = type(optimizer).__name__
                 raise ValueError(f"{kind} remembers `{key}` of `{name}` in a shape of its own, which cannot be cut")
+    _refuse_listeners(gated.model, optimizer)
     step = gated.shrink(plan)
     gone = _gone(gated)
     new: Mapping[str, Any] = dict(network.named_parameters())
@@ -142,6 +144,18 @@ def carry_out(
         average[name] = follow(name, value)
         if inside[name] in gone:
             average[name] = torch.where(gone[inside[name]], new[name] * correction, average[name])
+
+
+def _refuse_listeners(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses to replace parameters that somebody else holds: a hook would fall silent, a list would be of old ones."""
+    own = dict(model.named_parameters())
+    for name, p in own.items():
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(f"a hook waits for the gradient of `{name}`, and would not hear of what takes its place")
+    ids = {id(p) for p in own.values()}
+    for key, value in vars(optimizer).items():
+        if key not in ("param_groups", "state") and any(id(leaf) in ids for leaf in tree_leaves(value)):
+            raise ValueError(f"{type(optimizer).__name__} keeps parameters in `{key}`, beside its `param_groups`")
 
 
 def _sliced(step: Plan, name: str, tensor: Tensor, key: str, correction: float) -> Tensor:

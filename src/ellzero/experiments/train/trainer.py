@@ -140,8 +140,7 @@ class Trainer:
     def hold(self) -> None:
         """Lets a run alone know what its gates still multiply while only the weights move, after these were moved."""
         if self.gates and self.runs.alone is not None:
-            self.gated.still = self.step.fixed
-            self.gated.held()
+            self.runs.alone.held = self.gated.acting() if self.step.fixed else None
 
     def _take(self, index: Tensor, noise: Tensor) -> Tensor:
         return self.step(*self.supply.batch(index), noise, first=self.steps_done == self.alone)

@@ -49,11 +49,7 @@ class Asking(Fixing):
 
     def has_learned(self) -> bool:
         """Whether gates are others than `attach` made, whoever moved them; or have no parameters that tell."""
-        return not self._begun or self._begun != self._sums()
-
-    def _sums(self) -> tuple[int, ...]:
-        """Of each parameter of the gates the sum of its numbers' bits: exact, in another type and on a GPU too."""
-        return tuple(int(p.detach().float().contiguous().view(torch.int32).sum()) for p in self.gates.parameters())
+        return not self._begun or self._begun != sums(self.gates)
 
     def slices(self) -> Iterator[slice]:
         """Where the gates of each placement are in a flat tensor."""
@@ -114,3 +110,11 @@ class Asking(Fixing):
             yield
         finally:
             self._assumed = before
+
+
+def sums(gates: nn.Module) -> tuple[int, ...]:
+    """Of each parameter the sum of its numbers' bits, by which one sees that it has moved, however little: in another
+    type and on a GPU too.
+    """
+    there = (p.detach() for p in gates.parameters() if not p.is_meta)
+    return tuple(int(p.float().contiguous().view(torch.int32).sum()) for p in there)

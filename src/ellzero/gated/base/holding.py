@@ -6,7 +6,7 @@ small plain network does. This file decides when that may be relied on; `multipl
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,50 +17,68 @@ from ellzero.gates.abstract import values
 
 
 class _Known(NamedTuple):
-    """What is left to multiply, of which numbers in the gates, and in which version."""
+    """What is left to multiply, of gates with these constants and numbers, in which version and at which place."""
 
+    constants: list[Any]
     numbers: list[Tensor]
-    versions: list[int]
+    written: list[tuple[int, int]]
     held: dict[str, Held]
 
-    def fits(self, numbers: list[Tensor]) -> bool:
-        """Whether these are the same tensors, and none was written to since."""
-        both = zip(numbers, self.numbers, self.versions, strict=False)
-        return len(numbers) == len(self.numbers) and all(a is b and a._version == v for a, b, v in both)
+    def fits(self, constants: list[Any], numbers: list[Tensor]) -> bool:
+        """Whether these are the same tensors, and none was written to or laid elsewhere since."""
+        same = len(numbers) == len(self.numbers) and all(a is b for a, b in zip(numbers, self.numbers, strict=True))
+        return same and self.written == _written(numbers) and self.constants == constants
 
 
 class Holding(Asking):
     """Around gates that may stay as they are.
 
     Attributes:
-        still: whether nobody moves the gates any more. Who says so is a `Budget`, or a trainer of recipes; torch counts
-            what is written into a tensor, but for what goes past it by `.data`.
+        still: whether gates have settled, so that what they multiply need not be worked out anew in each step of
+            training; a `Budget` says so. Whoever moves them all the same is noticed, but for what goes past torch's
+            own count of writes: `.data`, numpy, a fused optimizer. Evaluation, compilation and export never go by it.
     """
 
     still = False
+    on_activations: bool
     _targets: dict[str, Target]
     _known: _Known | None = None
 
-    def held(self) -> dict[str, Held] | None:
-        """The weights that gates still multiply, with what; `None` where gates may move, or a gradient reaches them."""
-        if not self.still:
-            return None
-        if torch.compiler.is_compiling():  # which knows no versions: who says `still` has looked at them
-            return None if self._known is None else self._known.held
-        owned = (own for gate in self._gates() for own in (gate._parameters, gate._buffers))
-        numbers = [t for own in owned for t in own.values() if t is not None]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in numbers):
-            return None
-        known = self._known
-        if known is None or not known.fits(numbers):
-            if not self._can_be_held(numbers):
-                return None
-            with torch.no_grad():
-                held = hold(self._targets, values(self._gates()), self.tables)
-            self._known = known = _Known(numbers, [t._version for t in numbers], held)
-        return known.held
+    def acting(self) -> dict[str, Held] | None:
+        """The weights that gates multiply for as long as they stay as they are, with what.
 
-    def _can_be_held(self, numbers: list[Tensor]) -> bool:
-        """Not where they were put there for one call or are shared by processes, nor where weights close gates."""
-        plain = all(type(t) in (nn.Parameter, Tensor) and not t.is_inference() for t in numbers)
-        return plain and not any(gate.sees_weights for gate in self._gates())
+        `None` where they are not that simple: on activations, closed by weights, or made of modules of their own.
+        """
+        gates = self._gates()
+        if self.on_activations or any(gate.sees_weights or gate._modules for gate in gates):
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            return hold(self._targets, values(gates), self.tables)
+
+    def held(self) -> dict[str, Held] | None:
+        """The same in a step of training, while nobody moves the gates and no gradient reaches them; else `None`."""
+        # A compiler could not see that they are moved; what is evaluated or exported is not to rely on a memory.
+        if not (self.still and self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return None
+        gates = self._gates()
+        numbers: list[Tensor] = [p for gate in gates for p in gate._parameters.values() if p is not None]
+        # Other tensors than parameters are there for one call, of `torch.func` perhaps.
+        if any(type(p) is not nn.Parameter or p.requires_grad for p in numbers):
+            return None
+        numbers += [b for gate in gates for b in gate._buffers.values() if b is not None]
+        if any(t.is_inference() for t in numbers):  # torch counts no writes into them
+            return None
+        constants = [gate.constants() for gate in gates]
+        if self._known is None or not self._known.fits(constants, numbers):
+            if (held := self.acting()) is None:
+                return None
+            self._known = _Known(constants, numbers, _written(numbers), held)
+        return self._known.held
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: nobody has said that its gates stay as they are."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("still", "_known")}
+
+
+def _written(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    return [(t._version, t.data_ptr()) for t in tensors]

@@ -40,7 +40,7 @@ class Showing(nn.Module):
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (_written(type(self)),), self.__dict__
+        return _empty, (_written(type(self)),), self.__getstate__()  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

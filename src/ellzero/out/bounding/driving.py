@@ -77,6 +77,7 @@ class Driver:
 
         return (args[0],), {"closure": followed}
 
+    @torch.enable_grad()  # some call `step()` without
     def _take_gradients(self) -> None:
         """Adds the term's gradient to that of the gates, and keeps both from the optimizer."""
         self._gradients = []

@@ -19,6 +19,7 @@ from torch.func import functional_call, vmap
 
 from ellzero.gated.base.local import Noisy
 from ellzero.gated.module import Gated
+from ellzero.gated.multiplying import Held
 from ellzero.gates.abstract import NoExpectation
 from ellzero.gates.families.bernoulli import AbstractBernoulliGate
 from ellzero.objectives import costs
@@ -54,6 +55,7 @@ class Objective(nn.Module):
         # With autocast the network is in bfloat16 where that is safe, in training; not loss and costs.
         self.task, self.autocast = task, autocast
         self.has_gates = isinstance(network, Gated)
+        self.held: dict[str, Held] | None = None  # what gates do to weights while they stay as they are
         self.dense = [1.0 if c in ABSOLUTE else costs.dense(costs.only(c, only), self.gated) for c, only in parts]
         self.whole = [costs.dense(c, self.gated) for c in WATCHED] if self.has_gates else []
 
@@ -70,7 +72,7 @@ class Objective(nn.Module):
         """The task loss of a batch, and the costs, which nobody asks of gates that stay as they are: zeros then."""
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
             given = {"gate_noise": noise} if self.has_gates and not self.gated.per_example else {}
-            logits = self.network(x, **given)
+            logits = self.network(x, **given) if self.held is None else self.gated.forward_held(self.held, x)
         charged = self.costs() if self.network.training else logits.new_zeros(len(self.parts))
         return self.task(logits.to(torch.promote_types(logits.dtype, torch.float32)), y), charged
 
