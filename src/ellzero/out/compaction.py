@@ -53,9 +53,7 @@ def fold(gated: Gated) -> nn.Module:
     Returns:
         A module of the model's own class, without gates.
     """
-    refuse_unfit(gated)
-    refuse_sharded(gated)
-    refuse_replaced(gated.model, gated.graph, gated.placements)
+    _refuse_unfoldable(gated)
     folded = _folded(gated)
     note_example(folded, gated.example_inputs)
     return folded
@@ -96,9 +94,7 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
           (2): Linear(in_features=2, out_features=2, bias=True)
         )
     """
-    refuse_unfit(gated)
-    refuse_sharded(gated)
-    refuse_replaced(gated.model, gated.graph, gated.placements)
+    _refuse_unfoldable(gated)
     gated.warn_of_noise()
     plan = gated.plan().beyond(gated.taken)
     if verify:
@@ -126,13 +122,15 @@ def refuse_unfit(gated: Any) -> None:
         gate.check(name)
 
 
-def refuse_sharded(gated: Gated) -> None:
-    """Refuses weights of which each process has a part."""
+def _refuse_unfoldable(gated: Gated) -> None:
+    """Refuses what is unfit, and weights of which each process has a part, or that are others since `attach`."""
+    refuse_unfit(gated)
     if is_sharded(gated.model.parameters()):
         raise ValueError(
             "`gated` has weights that are sharded over processes: gather its state (`get_model_state_dict` with "
             "`full_state_dict=True`), load it into one of the whole network, and use that"
         )
+    refuse_replaced(gated.model, gated.graph, gated.placements)
 
 
 def _folded(gated: Gated, dtype: torch.dtype | None = None) -> nn.Module:
