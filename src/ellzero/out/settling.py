@@ -159,15 +159,13 @@ def gathering(norms: Sequence[_BatchNorm]) -> Iterator[None]:
 
 def _call(network: nn.Module, batch: Any) -> None:
     device = next(network.parameters()).device
+    args, kwargs = [], {}
     if isinstance(batch, Mapping):
-        _run(network, (), {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
-        return
-    entries = batch if isinstance(batch, tuple | list) else [batch]
-    given = entries[0] if entries and isinstance(entries[0], tuple | list) else entries[: _needed(network)]
-    _run(network, tuple(x.to(device) if isinstance(x, Tensor) else x for x in given), {})
-
-
-def _run(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    else:
+        entries = batch if isinstance(batch, tuple | list) else [batch]
+        given = entries[0] if entries and isinstance(entries[0], tuple | list) else entries[: _needed(network)]
+        args = [x.to(device) if isinstance(x, Tensor) else x for x in given]
     try:
         network(*args, **kwargs)
     except torch.OutOfMemoryError:
@@ -178,7 +176,7 @@ def _run(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise ValueError(f"{what} ({first_line(error)})") from error
 
 
-def _look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """What a network is called with, in words."""
     shown = [f"{k}=" * isinstance(k, str) + _word(v) for k, v in (*enumerate(args), *kwargs.items())]
     return f"({', '.join(shown)})"
