@@ -16,6 +16,9 @@ from ellzero.gated.module import Gated
 from ellzero.gates.abstract import NoExpectation
 from ellzero.objectives.costs import Cost, dense, macs, name_of, only, params, savings, units, unwrapped
 
+Bound = float | Mapping[str, float]  # what may be kept of a cost, as a fraction of the dense one, or of parts of it
+Bounds = Mapping[Cost, Bound]
+
 
 class WeakMemory:
     """Remembers one object without keeping it alive; copies and unpickled ones start empty, and so check again."""

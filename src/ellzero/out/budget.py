@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ellzero.gated.module import Gated
 from ellzero.gated.taking import refuse_replaced
 from ellzero.objectives import costs
-from ellzero.objectives.checking import check_count, check_number
+from ellzero.objectives.checking import Bound, check_count, check_number
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
@@ -410,7 +410,7 @@ def _in_a_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _metrics(constraint: Constraint, bound: float | Mapping[str, float], gated: Gated) -> Iterator[tuple[str, float]]:
+def _metrics(constraint: Constraint, bound: Bound, gated: Gated) -> Iterator[tuple[str, float]]:
     for k, (name, share, _) in enumerate(shares(gated, constraint.cost, bound)):
         yield f"{name}/kept", share
         yield f"{name}/target", float(constraint.target[k])
@@ -431,7 +431,7 @@ def _told(constraint: Constraint, gated: Gated) -> str:
     return f"{name_of(constraint.cost)} kept {100 * kept:.4g} %, target {target}, multiplier {multiplier}"
 
 
-def _percent(bound: float | Mapping[str, float]) -> str:
+def _percent(bound: Bound) -> str:
     if isinstance(bound, Mapping):
         return ", ".join(f"{100 * fraction:.4g} % of {pattern}" for pattern, fraction in bound.items())
     return f"{100 * bound:.4g} %"

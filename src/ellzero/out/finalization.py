@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
-from ellzero.objectives.checking import check_fractions
+from ellzero.objectives.checking import Bound, Bounds, check_fractions
 from ellzero.objectives.costs import Cost, dense, kept, name_of, params, unwrapped
 from ellzero.out.bounding.targets import Sets, Target, asleep, of_blocks, sets_of, targets_of, weighed
 from ellzero.out.bounding.uniform import families_of, opened, uniformly
@@ -74,9 +74,7 @@ def finalize(
         warn("no gate has moved since `attach`, so that nothing was learned about what `finalize` closes: train first")
 
 
-def bring_within(
-    gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]], *, fill: bool, uniform: Uniform = None
-) -> None:
+def bring_within(gated: Gated, bounds: Bounds, *, fill: bool, uniform: Uniform = None) -> None:
     """Closes units until every kept cost is within its target, as `finalize` does for one cost."""
     refuse_unfit(gated)
     _check_uniform(uniform)
@@ -118,9 +116,7 @@ def revive(gated: Gated) -> None:
         _put(gated, _revived(gated, gated.opens()))
 
 
-def refuse_unreachable(
-    gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, uniform: Uniform = None
-) -> None:
+def refuse_unreachable(gated: Gated, at_most: Bound, cost: Cost = params, *, uniform: Uniform = None) -> None:
     """Refuses, before any training, a target that `finalize` could not reach: one below what is kept with one unit in
     each placement.
 

@@ -20,13 +20,14 @@ from ellzero import gates
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.graph.tracing import first_line
-from ellzero.objectives.costs import Cost, dense, kept, name_of, only
+from ellzero.objectives.checking import Bound, Bounds
+from ellzero.objectives.costs import Cost, dense, kept, name_of
+from ellzero.out.bounding.targets import targets_of
 from ellzero.out.finalization import MUCH, Uniform, bring_within, revive
 from ellzero.out.latency.correcting import chosen_by_the_clock
 
 CHOICE = 4.0  # how far log α goes when a gate chooses: from nearly open to closed
 SCANT = 0.5  # the share of a bound under which gates have closed far too much
-Bounds = Mapping[Cost, float | Mapping[str, float]]
 
 
 def warn_of_haste(gated: Gated, bounds: Bounds, travelled: float, when: str, why: str) -> None:
@@ -49,12 +50,11 @@ def warn_of_haste(gated: Gated, bounds: Bounds, travelled: float, when: str, why
 
 
 @torch.no_grad()
-def shares(gated: Gated, cost: Cost, bound: float | Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
+def shares(gated: Gated, cost: Cost, bound: Bound) -> Iterator[tuple[str, float, float]]:
     """The name of each bound of a cost, what is kept of it now, and what may be, as fractions of the dense cost."""
-    for group, most in (bound if isinstance(bound, Mapping) else {None: bound}).items():
-        part = only(cost, group)
-        share = float(kept(part)(gated)) / dense(part, gated)
-        yield name_of(cost) + ("" if group is None else f" of {group}"), share, most
+    for target in targets_of(gated, bound, cost):
+        share = float(kept(target.counted)(gated)) / dense(target.counted, gated)
+        yield name_of(cost) + ("" if target.only is None else f" of {target.only}"), share, target.fraction
 
 
 @torch.no_grad()
