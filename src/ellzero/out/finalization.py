@@ -16,7 +16,7 @@ from torch import Tensor
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.objectives.checking import Bound, Bounds, check_fractions
-from ellzero.objectives.costs import Cost, dense, kept, name_of, params, unwrapped
+from ellzero.objectives.costs import Cost, dense, kept, name_of, params, savings, unwrapped
 from ellzero.out.bounding.targets import Sets, Target, asleep, of_blocks, sets_of, targets_of, weighed
 from ellzero.out.bounding.uniform import families_of, opened, uniformly
 from ellzero.out.compaction import refuse_unfit
@@ -165,8 +165,7 @@ def _check_uniform(uniform: object) -> None:
 
 def _among(candidates: Tensor, opens: Tensor, mine: slice, gated: Gated) -> Tensor:
     """Of a placement's candidates those that matter beside the gates that are open; all, if none does."""
-    savings = Target(gated, params, 1.0).savings(opens)
-    matter = candidates & (savings[mine] > 0)
+    matter = candidates & (savings(params, gated, opens)[mine] > 0)
     return matter if bool(matter.any()) else candidates
 
 
