@@ -1,9 +1,7 @@
 """A bound on a cost, as a term of the loss with multipliers that rise until it holds.
 
-`Constraint` is the second paper's Lagrangian term (Gallego-Posada et al., eq. 6): it holds the multipliers, remembers
-the violation seen in the training forward, and moves the multipliers in `ascend()` (eq. 7). λ has units: it multiplies
-a fraction of the dense cost, where a penalty's multiplies an absolute one. This file knows costs only as functions of a
-`Gated`; it knows no gate families, layers or loops.
+λ has units: it multiplies a fraction of the dense cost, where a penalty's multiplies an absolute one. This file knows
+costs only as functions of a `Gated`; it knows no gate families, layers or loops.
 """
 
 from __future__ import annotations
