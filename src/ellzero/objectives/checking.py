@@ -92,10 +92,10 @@ def counts_by_module(cost: Cost) -> bool:
     return unwrapped(cost)[0] in (params, macs)
 
 
-def check_callable(argument: str, value: object) -> None:
+def check_cost(cost: object) -> None:
     """Refuses what cannot be a cost."""
-    if not callable(value):
-        raise TypeError(f"`{argument}` must be a function of a Gated such as l0_norm, got {value!r}")
+    if not callable(cost):
+        raise TypeError(f"`cost` must be a function of a Gated such as l0_norm, got {cost!r}")
 
 
 def check_number(what: str, value: object, accepts: Callable[[float], bool]) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ellzero.gated.module import Gated
 from ellzero.objectives.checking import (
     WeakMemory,
-    check_callable,
+    check_cost,
     check_fractions,
     counts_by_module,
     dense_of,
@@ -108,7 +108,7 @@ class Constraint(nn.Module):
         warmup: AbstractWarmup | None = None,
     ) -> None:
         super().__init__()
-        check_callable("cost", cost)
+        check_cost(cost)
         dual = GradientAscent() if dual is None else dual
         if not isinstance(dual, AbstractDual):
             raise TypeError(f"`dual` must be a dual optimizer such as GradientAscent(), got {dual!r}")
