@@ -11,8 +11,8 @@ import copy
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 
 from ellzero.gated.module import Gated
 from ellzero.graph.forwards.copying import duplicate
-from ellzero.graph.tracing import Inputs, as_inputs
+from ellzero.graph.tracing import Inputs, as_inputs, mode
 from ellzero.graph.trials import fingerprint
 from ellzero.graph.trials.routing import without_shares
 from ellzero.graph.trials.running import agree, outputs
@@ -184,7 +184,7 @@ def _inputs(small: PreTrainedModel, given: Any) -> Inputs:
     made = as_inputs(given) if given is not None else fingerprint.example(small)
     inputs = made or ((), {name: value.to(small.device) for name, value in small.dummy_inputs.items()})
     try:
-        with _evaluating(small):
+        with mode(small, False):
             outputs(small, inputs)
     except Exception as error:
         raise ValueError(
@@ -209,22 +209,10 @@ def _difference(small: PreTrainedModel, again: PreTrainedModel, inputs: Inputs) 
         again.set_attn_implementation(small.config._attn_implementation)
     if (experts := getattr(small.config, "_experts_implementation", None)) is not None:  # as that of attention
         again.set_experts_implementation(experts)
-    with _evaluating(small):
+    with mode(small, False):
         if agree(outputs(small, inputs), outputs(again, inputs), 0.0):
             return None
         # The same numbers may have been added up in another order.
         wide: Any = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
         one, other = (outputs(duplicate(network).double(), wide) for network in (small, again))
         return None if agree(one, other, TOLERANCE) else "its outputs are others"
-
-
-@contextmanager
-def _evaluating(small: nn.Module) -> Iterator[None]:
-    """Every module in evaluation, and as it was afterwards."""
-    modes = {module: module.training for module in small.modules()}
-    try:
-        small.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -16,6 +16,9 @@ from ellzero.gated.module import Gated
 from ellzero.gates.abstract import NoExpectation
 from ellzero.objectives.costs import Cost, dense, macs, name_of, only, params, savings, units, unwrapped
 
+Bound = float | Mapping[str, float]  # what may be kept of a cost, as a fraction of the dense one, or of parts of it
+Bounds = Mapping[Cost, Bound]
+
 
 class WeakMemory:
     """Remembers one object without keeping it alive; copies and unpickled ones start empty, and so check again."""
@@ -89,10 +92,10 @@ def counts_by_module(cost: Cost) -> bool:
     return unwrapped(cost)[0] in (params, macs)
 
 
-def check_callable(argument: str, value: object) -> None:
+def check_cost(cost: object) -> None:
     """Refuses what cannot be a cost."""
-    if not callable(value):
-        raise TypeError(f"`{argument}` must be a function of a Gated such as l0_norm, got {value!r}")
+    if not callable(cost):
+        raise TypeError(f"`cost` must be a function of a Gated such as l0_norm, got {cost!r}")
 
 
 def check_number(what: str, value: object, accepts: Callable[[float], bool]) -> float:

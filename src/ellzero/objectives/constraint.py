@@ -1,9 +1,7 @@
 """A bound on a cost, as a term of the loss with multipliers that rise until it holds.
 
-`Constraint` is the second paper's Lagrangian term (Gallego-Posada et al., eq. 6): it holds the multipliers, remembers
-the violation seen in the training forward, and moves the multipliers in `ascend()` (eq. 7). The arithmetic is that of
-`lagrangian`, for one run. λ has units: it multiplies a fraction of the dense cost, where a penalty's multiplies an
-absolute one. This file knows costs only as functions of a `Gated`; it knows no gate families, layers or loops.
+λ has units: it multiplies a fraction of the dense cost, where a penalty's multiplies an absolute one. This file knows
+costs only as functions of a `Gated`; it knows no gate families, layers or loops.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.gated.module import Gated
-from ellzero.objectives import lagrangian
 from ellzero.objectives.checking import (
     WeakMemory,
-    check_callable,
+    check_cost,
     check_fractions,
     counts_by_module,
     dense_of,
@@ -111,7 +108,7 @@ class Constraint(nn.Module):
         warmup: AbstractWarmup | None = None,
     ) -> None:
         super().__init__()
-        check_callable("cost", cost)
+        check_cost(cost)
         dual = GradientAscent() if dual is None else dual
         if not isinstance(dual, AbstractDual):
             raise TypeError(f"`dual` must be a dual optimizer such as GradientAscent(), got {dual!r}")
@@ -149,7 +146,7 @@ class Constraint(nn.Module):
         if gated.training and torch.is_grad_enabled():
             self.violation.copy_(gap.detach() if self._on == "expected" else self._kept_gap(gated))
             self._clock.fresh = True
-        return lagrangian.weighted(multiplier, gap)
+        return multiplier @ gap
 
     def ascend(self) -> None:
         """One step of the multipliers along the violations last recorded (eq. 7), and of the warm-up.
@@ -175,8 +172,8 @@ class Constraint(nn.Module):
         violation = self.violation
         if violation.is_cpu and not all(map(math.isfinite, violation.tolist())):
             raise RuntimeError(f"`violation` must be finite, got {violation.tolist()}: the multipliers stay")
-        first = self._clock.ascents == 0
-        lagrangian.ascend(self.dual, self.multiplier, self._memory(), violation, self.target, first=first)
+        seen, first = self.dual.measured(violation, self.target), self._clock.ascents == 0
+        self.dual.step(self.multiplier, seen, self._memory(), first)
 
     def duals(self) -> list[Tensor]:
         """All that `climb` moves."""
@@ -249,7 +246,7 @@ class Constraint(nn.Module):
         if now.device != dense.device:  # the network was moved since, as trainers do
             with torch.inference_mode(False):
                 dense = self.to(now.device)._dense
-        return lagrangian.gaps(now / dense, self.target)
+        return now / dense - self.target
 
     @torch.no_grad()
     def _kept_gap(self, gated: Gated) -> Tensor:
@@ -259,7 +256,7 @@ class Constraint(nn.Module):
         """What the multipliers weigh: the gaps of the expected cost, or of what stands for it."""
         if self._shares is None:
             return self._gap(gated, self.cost)
-        return lagrangian.gaps(self._shares @ gated.complexity(), self.target)
+        return self._shares @ gated.complexity() - self.target
 
     def _saved(self, gated: Gated, whole: Mapping[str | None, float]) -> Tensor | None:
         """What closing each gate alone saves of each group, as a fraction; `None` where gates have an expectation."""
@@ -308,9 +305,9 @@ class Constraint(nn.Module):
     def _aim(self) -> None:
         """Puts the targets in force that belong to this moment."""
         goal = torch.tensor(list(self._goal.values()), dtype=torch.float64)
-        clock = torch.tensor(self._clock.ascents, dtype=torch.float64)
-        now = lagrangian.targets(goal, self.warmup, clock)
-        for target, value in zip(self.target, now.tolist(), strict=True):
+        if self.warmup is not None:
+            goal = self.warmup.target(goal, torch.tensor(self._clock.ascents, dtype=torch.float64))
+        for target, value in zip(self.target, goal.tolist(), strict=True):
             target.fill_(value)  # as numbers: a copy from the CPU would make every step wait for the device
 
     # ---- state ------------------------------------------------------------------------------------------------------

@@ -79,14 +79,16 @@ def looking_ahead(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor] = 
     """
     moved = [*tensors, *(p.detach() for group in optimizer.param_groups for p in group["params"])]
     before = [t.clone() for t in moved]
-    known = {p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for p, s in _memory(optimizer)}
+    known = {
+        p: {k: v.clone() if isinstance(v, Tensor) else v for k, v in s.items()} for p, s in optimizer.state.items()
+    }
     try:
         yield
     finally:
         with torch.no_grad():
             for tensor, value in zip(moved, before, strict=True):
                 tensor.copy_(value)
-            for parameter, state in _memory(optimizer):
+            for parameter, state in list(optimizer.state.items()):
                 if parameter not in known:  # it began to remember here
                     del optimizer.state[parameter]
                     continue
@@ -96,7 +98,3 @@ def looking_ahead(optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor] = 
                         own.copy_(value)
                     else:
                         state[key] = value
-
-
-def _memory(optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, dict[str, object]]]:
-    return list(optimizer.state.items())

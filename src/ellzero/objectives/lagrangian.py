@@ -1,9 +1,8 @@
 """The Lagrangian as arithmetic on small tensors: prices and multipliers on costs, and how multipliers move.
 
 A run's objective is its loss plus Σ_p price_p·cost_p, plus Σ_g λ_g·(Σ_p member_gp·cost_p − ε_g): Louizos et al., eq. 9,
-and Gallego-Posada et al., eq. 6, in one form. All functions act on the last dimensions: without a leading one they are
-those of a single run (`Constraint`), with one those of a stack of runs (`Lagrangian`). Costs are fractions of a dense
-cost. This file knows no networks, gates, recipes or data.
+and Gallego-Posada et al., eq. 6, in one form, for a stack of runs; `Constraint` is the same in a loop of one's own.
+Costs are fractions of a dense cost. This file knows no networks, gates, recipes or data.
 """
 
 from __future__ import annotations
@@ -15,44 +14,6 @@ import torch
 from torch import Tensor
 
 from ellzero.objectives.duals import AbstractDual, AbstractWarmup
-
-
-def targets(goal: Tensor, warmup: AbstractWarmup | None, clock: Tensor) -> Tensor:
-    """The targets in force after `clock` steps, on the way to `goal`."""
-    return goal if warmup is None else warmup.target(goal, clock)
-
-
-def gaps(cost: Tensor, target: Tensor, member: Tensor | None = None) -> Tensor:
-    """By how much each constraint is violated, Σ_p member_gp·cost_p − ε_g (eq. 5).
-
-    Args:
-        cost: fractions of the dense cost, (…, parts).
-        target: ε, (…, constraints).
-        member: what each part is of each constraint, (…, constraints, parts); the identity if None.
-
-    Example:
-        >>> gaps(torch.tensor([0.5, 1.0]), torch.tensor([0.25]), torch.tensor([[0.5, 0.5]]))
-        tensor([0.5000])
-    """
-    return (cost if member is None else (member * cost.unsqueeze(-2)).sum(-1)) - target
-
-
-def weighted(weight: Tensor, amount: Tensor) -> Tensor:
-    """What is added to the loss: prices on costs, Σ_p price_p·cost_p, or multipliers on gaps, Σ_g λ_g·gap_g."""
-    return weight @ amount if amount.ndim == 1 else (weight * amount).sum(-1)
-
-
-def ascend(
-    dual: AbstractDual,
-    multiplier: Tensor,
-    memory: Mapping[str, Tensor],
-    violation: Tensor,
-    target: Tensor,
-    *,
-    first: bool,
-) -> None:
-    """Moves multipliers, and what their optimizer remembers, along the violations (eq. 7), in place."""
-    dual.step(multiplier, dual.measured(violation, target), memory, first=first)
 
 
 @final
@@ -71,6 +32,13 @@ class Lagrangian:
     Attributes:
         multiplier: λ, (runs, constraints).
         memory: what the dual optimizer remembers, by name, in the same shape.
+
+    Example:
+        >>> from ellzero.objectives.duals import GradientAscent
+        >>> one, half = torch.ones(1, 2), torch.tensor([[[0.5, 0.5]]])
+        >>> run = Lagrangian(one, half, torch.tensor([[0.25]]), GradientAscent(), None, (one > 0, 0, 0), begins=0)
+        >>> run.gaps(torch.tensor([[0.5, 1.0]]), torch.tensor(0.0))
+        tensor([[0.5000]])
     """
 
     def __init__(
@@ -79,24 +47,24 @@ class Lagrangian:
         member: Tensor,
         goal: Tensor,
         dual: AbstractDual,
-        warmup: AbstractWarmup | None = None,
-        rising: tuple[Tensor, float, float] | None = None,
-        begins: int = 0,
+        warmup: AbstractWarmup | None,
+        rising: tuple[Tensor, float, float],
+        begins: int,
     ) -> None:
-        self.rising = rising if rising is not None and sum(rising[1:]) > 0 else None
+        self.rising = rising if sum(rising[1:]) > 0 else None
         self.prices, self.member, self.goal, self.dual, self.warmup = prices, member, goal, dual, warmup
         self.begins = begins
         self.multiplier = torch.zeros_like(goal)
         self.memory = {name: torch.zeros_like(goal) for name in dual.memory}
 
     def gaps(self, cost: Tensor, clock: Tensor) -> Tensor:
-        """By how much every constraint is violated by these cost vectors: (runs, parts) to (runs, constraints)."""
-        return gaps(cost, self.targets_at(clock), self.member)
+        """By how much every constraint is violated (eq. 5), of costs (runs, parts): (runs, constraints)."""
+        return (self.member * cost.unsqueeze(-2)).sum(-1) - self.targets_at(clock)
 
     def __call__(self, cost: Tensor, clock: Tensor) -> tuple[Tensor, Tensor]:
         """What is added to the loss of every run, and the gaps."""
         seen = self.gaps(cost, clock)
-        return weighted(self.prices_at(clock), cost) + weighted(self.multiplier, seen), seen
+        return (self.prices_at(clock) * cost).sum(-1) + (self.multiplier * seen).sum(-1), seen
 
     def prices_at(self, clock: Tensor) -> Tensor:
         """The prices in force after `clock` steps."""
@@ -109,11 +77,13 @@ class Lagrangian:
 
     def targets_at(self, clock: Tensor) -> Tensor:
         """The targets in force after `clock` steps."""
-        return targets(self.goal, self.warmup, (clock - self.begins).clamp(min=0) if self.begins else clock)
+        if self.warmup is None:
+            return self.goal
+        return self.warmup.target(self.goal, (clock - self.begins).clamp(min=0) if self.begins else clock)
 
     def ascend(self, violation: Tensor, clock: Tensor, first: bool) -> None:
         """Moves the multipliers along the gaps that were seen."""
-        ascend(self.dual, self.multiplier, self.memory, violation, self.targets_at(clock), first=first)
+        self.dual.step(self.multiplier, self.dual.measured(violation, self.targets_at(clock)), self.memory, first)
 
     def duals(self) -> list[Tensor]:
         """All that `ascend` moves."""

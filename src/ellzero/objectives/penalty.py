@@ -16,7 +16,7 @@ from torch import Tensor
 from ellzero.gated.module import Gated
 from ellzero.objectives.checking import (
     WeakMemory,
-    check_callable,
+    check_cost,
     check_count,
     check_groups,
     counts_by_module,
@@ -53,7 +53,7 @@ class Penalty:
     """
 
     def __init__(self, cost: Cost, weight: float | Mapping[str, float]) -> None:
-        check_callable("cost", cost)
+        check_cost(cost)
         self.cost = cost
         self._weights = check_groups("weight", "`weight` must be a non-negative number", weight, lambda x: x >= 0)
         if None not in self._weights and counts_by_module(cost):

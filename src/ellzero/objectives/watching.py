@@ -19,6 +19,7 @@ from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 
 PATIENCE = 100  # calls: more than anyone accumulates gradients over
+listen = cache(register_optimizer_step_post_hook)  # once each: who does not know the optimizer hears those of all
 _NEW: set[weakref.ref[Gated]] = set()  # in a loss, and no optimizer has moved their gates yet
 
 
@@ -38,7 +39,7 @@ class Watch:
         if self._calls == 1:
             self._moves = moves(gated)
             _NEW.add(weakref.ref(gated, _NEW.discard))
-            _listen()
+            listen(_hear)
         elif self._calls == 2:
             if not gated.drawn:
                 warn("the network has not run with its gates: call `gated(x)` in the loop, not the model itself")
@@ -56,12 +57,6 @@ class Watch:
 def moves(gated: Gated) -> tuple[int, ...]:
     """Another number after whatever is written to the gates: torch does not count what a fused optimizer writes."""
     return sum(p._version for p in gated.gates.parameters()), *sums(gated.gates)
-
-
-@cache
-def _listen() -> None:
-    """Once: a term does not know the optimizer, so every optimizer's steps are heard."""
-    register_optimizer_step_post_hook(_hear)
 
 
 def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:

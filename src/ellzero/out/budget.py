@@ -18,9 +18,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ellzero.gated.module import Gated
 from ellzero.gated.taking import refuse_replaced
-from ellzero.gates.warning import warn
 from ellzero.objectives import costs
-from ellzero.objectives.checking import check_count, check_number
+from ellzero.objectives.checking import Bound, check_count, check_number
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
@@ -32,7 +31,7 @@ from ellzero.out.compaction import compact
 from ellzero.out.finalization import Uniform, refuse_unreachable
 from ellzero.out.latency.bounds import in_words_of, measured, said, tables, take_tables
 from ellzero.out.latency.cost import Latency
-from ellzero.out.settling import CRUSHED, crushed, fold_in, hasty, recalibrate, settle
+from ellzero.out.settling import fold_in, recalibrate, settle, shares, warn_of_haste
 
 _DRIVEN: weakref.WeakKeyDictionary[Gated, weakref.ref[Budget]] = weakref.WeakKeyDictionary()
 
@@ -289,24 +288,12 @@ class Budget:
             self._driver.adam.load_state_dict(self._adam)
 
 
-def _parts(cost: Cost, bound: float | Mapping[str, float], gated: Gated) -> Iterator[tuple[str, float, float]]:
-    """The name of each bound of a cost, what is kept of it now, and what may be, as fractions of the dense cost."""
-    for group, most in (bound if isinstance(bound, Mapping) else {None: bound}).items():
-        part = costs.only(cost, group)
-        with torch.no_grad():
-            share = float(costs.kept(part)(gated)) / costs.dense(part, gated)
-        yield name_of(cost) + ("" if group is None else f" of {group}"), share, most
-
-
 def _warn_of_haste(budget: Budget) -> None:
     """Warns where gates had no time to choose, so that what stays is nearly left to chance."""
     why, travelled = "too few steps to choose by; train longer or with a larger `gate_lr`", budget.done * budget.gate_lr
     if moves(budget.gated) == budget._start:
         why, travelled = "nothing has moved them; give the optimizer `gated.param_groups(…)`, not the model's own", 0.0
-    for what in hasty(budget.gated, budget.bounds, travelled):
-        warn(f"gates settle after {budget.done} steps with {what}: {why}")
-    for what in crushed(budget.gated, budget.bounds):
-        warn(f"gates settle after {budget.done} steps with {what}: {CRUSHED}")
+    warn_of_haste(budget.gated, budget.bounds, travelled, f"{budget.done} steps", why)
 
 
 def _identity(budget: Budget) -> dict[str, Any]:
@@ -335,7 +322,7 @@ def _refuse_unsettled(budget: Budget) -> None:
             f"`finish()` must come after the gates settled, in step {budget.settles}, got {budget.done} steps; {do}"
         )
     for cost, bound in budget.bounds.items():
-        for name, share, most in _parts(cost, bound, budget.gated):
+        for name, share, most in shares(budget.gated, cost, bound):
             if share > most * (1 + 1e-6):  # room for rounding
                 raise RuntimeError(
                     f"the network keeps {100 * share:.4g} % of `{name}`, more than {100 * most:.4g} %: "
@@ -427,8 +414,8 @@ def _in_a_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _metrics(constraint: Constraint, bound: float | Mapping[str, float], gated: Gated) -> Iterator[tuple[str, float]]:
-    for k, (name, share, _) in enumerate(_parts(constraint.cost, bound, gated)):
+def _metrics(constraint: Constraint, bound: Bound, gated: Gated) -> Iterator[tuple[str, float]]:
+    for k, (name, share, _) in enumerate(shares(gated, constraint.cost, bound)):
         yield f"{name}/kept", share
         yield f"{name}/target", float(constraint.target[k])
         yield f"{name}/multiplier", float(constraint.multiplier[k])
@@ -448,7 +435,7 @@ def _told(constraint: Constraint, gated: Gated) -> str:
     return f"{name_of(constraint.cost)} kept {100 * kept:.4g} %, target {target}, multiplier {multiplier}"
 
 
-def _percent(bound: float | Mapping[str, float]) -> str:
+def _percent(bound: Bound) -> str:
     if isinstance(bound, Mapping):
         return ", ".join(f"{100 * fraction:.4g} % of {pattern}" for pattern, fraction in bound.items())
     return f"{100 * bound:.4g} %"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ellzero import gates as gt
 from ellzero.gated.base.sharding import is_sharded
@@ -34,6 +34,7 @@ from ellzero.graph.trials.running import (
     outputs,
     seeded,
     stirred,
+    tensors_of,
     watched,
 )
 
@@ -53,9 +54,7 @@ def fold(gated: Gated) -> nn.Module:
     Returns:
         A module of the model's own class, without gates.
     """
-    refuse_unfit(gated)
-    refuse_sharded(gated)
-    refuse_replaced(gated.model, gated.graph, gated.placements)
+    _refuse_unfoldable(gated)
     folded = _folded(gated)
     note_example(folded, gated.example_inputs)
     return folded
@@ -96,9 +95,7 @@ def compact(gated: Gated, *, verify: bool = True) -> nn.Module:
           (2): Linear(in_features=2, out_features=2, bias=True)
         )
     """
-    refuse_unfit(gated)
-    refuse_sharded(gated)
-    refuse_replaced(gated.model, gated.graph, gated.placements)
+    _refuse_unfoldable(gated)
     gated.warn_of_noise()
     plan = gated.plan().beyond(gated.taken)
     if verify:
@@ -126,13 +123,15 @@ def refuse_unfit(gated: Any) -> None:
         gate.check(name)
 
 
-def refuse_sharded(gated: Gated) -> None:
-    """Refuses weights of which each process has a part."""
+def _refuse_unfoldable(gated: Gated) -> None:
+    """Refuses what is unfit, and weights of which each process has a part, or that are others since `attach`."""
+    refuse_unfit(gated)
     if is_sharded(gated.model.parameters()):
         raise ValueError(
             "`gated` has weights that are sharded over processes: gather its state (`get_model_state_dict` with "
             "`full_state_dict=True`), load it into one of the whole network, and use that"
         )
+    refuse_replaced(gated.model, gated.graph, gated.placements)
 
 
 def _folded(gated: Gated, dtype: torch.dtype | None = None) -> nn.Module:
@@ -208,7 +207,7 @@ class _Proof:
         if any(_is_nan(t) for t in self.expected):
             raise CompactionError("the gated network's own output on the example input is not a number (NaN)")
         pairs, other = [(self.inputs, self.expected)], stirred(self.inputs)
-        if not _same(other, self.inputs):
+        if not all(map(torch.equal, tensors_of(other), tensors_of(self.inputs))):
             with suppress(Exception):  # it does not take every number
                 pairs.append((other, outputs(self.model, other)))
         self.plan.apply(self.model)  # in place: two networks in float64 are four times the user's
@@ -278,12 +277,6 @@ def _apart(a: Tensor, b: Tensor) -> Tensor:
 
 def _is_nan(t: Tensor) -> bool:
     return t.is_floating_point() and bool(t.isnan().any())
-
-
-def _same(a: Inputs, b: Inputs) -> bool:
-    """Whether two inputs of one form have the same numbers."""
-    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
-    return all(torch.equal(x, y) for x, y in pairs if isinstance(x, Tensor))
 
 
 def fitted(inputs: Inputs, device: torch.device, dtype: torch.dtype | None) -> Inputs:

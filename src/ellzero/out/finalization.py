@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
-from ellzero.objectives.checking import check_fractions
-from ellzero.objectives.costs import Cost, dense, kept, name_of, params, unwrapped
+from ellzero.objectives.checking import Bound, Bounds, check_fractions
+from ellzero.objectives.costs import Cost, dense, kept, name_of, params, savings, unwrapped
 from ellzero.out.bounding.targets import Sets, Target, asleep, of_blocks, sets_of, targets_of, weighed
 from ellzero.out.bounding.uniform import families_of, opened, uniformly
 from ellzero.out.compaction import refuse_unfit
@@ -74,9 +74,7 @@ def finalize(
         warn("no gate has moved since `attach`, so that nothing was learned about what `finalize` closes: train first")
 
 
-def bring_within(
-    gated: Gated, bounds: Mapping[Cost, float | Mapping[str, float]], *, fill: bool, uniform: Uniform = None
-) -> None:
+def bring_within(gated: Gated, bounds: Bounds, *, fill: bool, uniform: Uniform = None) -> None:
     """Closes units until every kept cost is within its target, as `finalize` does for one cost."""
     refuse_unfit(gated)
     _check_uniform(uniform)
@@ -118,9 +116,7 @@ def revive(gated: Gated) -> None:
         _put(gated, _revived(gated, gated.opens()))
 
 
-def refuse_unreachable(
-    gated: Gated, at_most: float | Mapping[str, float], cost: Cost = params, *, uniform: Uniform = None
-) -> None:
+def refuse_unreachable(gated: Gated, at_most: Bound, cost: Cost = params, *, uniform: Uniform = None) -> None:
     """Refuses, before any training, a target that `finalize` could not reach: one below what is kept with one unit in
     each placement.
 
@@ -169,8 +165,7 @@ def _check_uniform(uniform: object) -> None:
 
 def _among(candidates: Tensor, opens: Tensor, mine: slice, gated: Gated) -> Tensor:
     """Of a placement's candidates those that matter beside the gates that are open; all, if none does."""
-    savings = Target(gated, params, 1.0).savings(opens)
-    matter = candidates & (savings[mine] > 0)
+    matter = candidates & (savings(params, gated, opens)[mine] > 0)
     return matter if bool(matter.any()) else candidates
 
 

@@ -360,21 +360,21 @@ def axis_lines(rows: Sequence[AxisRow], *, fold: bool) -> list[list[str]]:
             state += "" if first.why is None else f": {first.why}"
         elif first.state in ("gated", "closed"):
             state = "gated" + f" {kind}" * (kind != "units") + f": {by_layer(family)}"
-            for why, number in zip(*_closed(family), strict=True):
-                state += f"; closed in {number}: {why}"
+            for why, layers in _closed(family).items():
+                state += f"; closed in {', '.join(layers)}: {why}"
         else:
             state += f": {NUMBER.sub('*', first.why or '')}"
         out.append([*_cells(_sum(family)), state])
     return out
 
 
-def _closed(family: Sequence[AxisRow]) -> tuple[list[str], list[str]]:
+def _closed(family: Sequence[AxisRow]) -> dict[str, list[str]]:
     """Why layers are closed, and for each reason their numbers."""
     found: dict[str, list[str]] = {}
     for row, layer in zip(family, layers_of([row.name for row in family]), strict=True):
         if row.state == "closed":
             found.setdefault(row.why or "", []).append(layer)
-    return list(found), [", ".join(numbers) for numbers in found.values()]
+    return found
 
 
 def by_layer(family: Sequence[AbstractCount]) -> str:

@@ -309,11 +309,9 @@ def eps_of(module: nn.Module) -> dict[str, float | None]:
 def _at_home(name: str, model: nn.Module) -> str:
     """A name as in the dense network: a `Scatter` has the bias of its layer."""
     path, _, key = name.rpartition(".")
-    return f"{path.removesuffix('.scatter')}.{key}" if key == "bias" and _is_scatter(model, path) else name
-
-
-def _is_scatter(model: nn.Module, path: str) -> bool:
-    return path.endswith(".scatter") and isinstance(model.get_submodule(path), Scatter)
+    if key == "bias" and path.endswith(".scatter") and isinstance(model.get_submodule(path), Scatter):
+        return f"{path.removesuffix('.scatter')}.{key}"
+    return name
 
 
 def members_of(model: nn.Module) -> dict[str, Tensor]:

@@ -18,40 +18,43 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ellzero import gates
 from ellzero.gated.module import Gated
+from ellzero.gates.warning import warn
 from ellzero.graph.tracing import first_line
-from ellzero.objectives.costs import Cost, dense, kept, name_of, only
+from ellzero.objectives.checking import Bound, Bounds
+from ellzero.objectives.costs import Cost, dense, kept, name_of
+from ellzero.out.bounding.targets import targets_of
 from ellzero.out.finalization import MUCH, Uniform, bring_within, revive
 from ellzero.out.latency.correcting import chosen_by_the_clock
 
 CHOICE = 4.0  # how far log α goes when a gate chooses: from nearly open to closed
 SCANT = 0.5  # the share of a bound under which gates have closed far too much
-CRUSHED = "multipliers press too hard on a loss far below 1, so give it in units of its first values"
-Bounds = Mapping[Cost, float | Mapping[str, float]]
 
 
-def hasty(gated: Gated, bounds: Bounds, travelled: float) -> Iterator[str]:
-    """What is kept of each cost, in words, where it is far above its bound and log α could not go as far as a choice
-    takes: settling would close nearly by chance. Gates that had the time have learned what to close, open or not.
+def warn_of_haste(gated: Gated, bounds: Bounds, travelled: float, when: str, why: str) -> None:
+    """Warns, before gates settle, of what would nearly be left to chance.
+
+    Of a cost that is far above its bound, if log α could not go as far as a choice takes: gates that had the time have
+    learned what to close, open or not. And where all are far below their bounds: what settling opens has not learned.
     """
-    late = [told for told, share, most in _shares(gated, bounds) if share > most + MUCH]
-    yield from late if travelled < CHOICE else ()
-
-
-def crushed(gated: Gated, bounds: Bounds) -> Iterator[str]:
-    """What is kept of each cost, in words, where it is far below every bound: what settling opens has not learned."""
-    shares = list(_shares(gated, bounds))
-    yield from (told for told, _, _ in shares if all(share < SCANT * most for _, share, most in shares))
+    found = [part for cost, bound in bounds.items() for part in shares(gated, cost, bound)]
+    told = [f"{100 * share:.3g} % of `{name}` kept, of {100 * most:.4g} % that may be" for name, share, most in found]
+    for what, (_, share, most) in zip(told, found, strict=True):
+        if travelled < CHOICE and share > most + MUCH:
+            warn(f"gates settle after {when} with {what}: {why}")
+    if all(share < SCANT * most for _, share, most in found):
+        for what in told:
+            warn(
+                f"gates settle after {when} with {what}: multipliers press too hard on a loss far below 1, so give it "
+                "in units of its first values"
+            )
 
 
 @torch.no_grad()
-def _shares(gated: Gated, bounds: Bounds) -> Iterator[tuple[str, float, float]]:
-    """What is kept of each cost in words, as a share of the dense cost, and its bound."""
-    for cost, bound in bounds.items():
-        for group, most in (bound if isinstance(bound, Mapping) else {None: bound}).items():
-            part = only(cost, group)
-            share = float(kept(part)(gated)) / dense(part, gated)
-            name = name_of(cost) + ("" if group is None else f" of {group}")
-            yield f"{100 * share:.3g} % of `{name}` kept, of {100 * most:.4g} % that may be", share, most
+def shares(gated: Gated, cost: Cost, bound: Bound) -> Iterator[tuple[str, float, float]]:
+    """The name of each bound of a cost, what is kept of it now, and what may be, as fractions of the dense cost."""
+    for target in targets_of(gated, bound, cost):
+        share = float(kept(target.counted)(gated)) / dense(target.counted, gated)
+        yield name_of(cost) + ("" if target.only is None else f" of {target.only}"), share, target.fraction
 
 
 @torch.no_grad()
@@ -156,15 +159,13 @@ def gathering(norms: Sequence[_BatchNorm]) -> Iterator[None]:
 
 def _call(network: nn.Module, batch: Any) -> None:
     device = next(network.parameters()).device
+    args, kwargs = [], {}
     if isinstance(batch, Mapping):
-        _run(network, (), {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()})
-        return
-    entries = batch if isinstance(batch, tuple | list) else [batch]
-    given = entries[0] if entries and isinstance(entries[0], tuple | list) else entries[: _needed(network)]
-    _run(network, tuple(x.to(device) if isinstance(x, Tensor) else x for x in given), {})
-
-
-def _run(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kwargs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+    else:
+        entries = batch if isinstance(batch, tuple | list) else [batch]
+        given = entries[0] if entries and isinstance(entries[0], tuple | list) else entries[: _needed(network)]
+        args = [x.to(device) if isinstance(x, Tensor) else x for x in given]
     try:
         network(*args, **kwargs)
     except torch.OutOfMemoryError:
@@ -175,7 +176,7 @@ def _run(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         raise ValueError(f"{what} ({first_line(error)})") from error
 
 
-def _look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _look(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """What a network is called with, in words."""
     shown = [f"{k}=" * isinstance(k, str) + _word(v) for k, v in (*enumerate(args), *kwargs.items())]
     return f"({', '.join(shown)})"

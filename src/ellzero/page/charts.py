@@ -143,18 +143,14 @@ def render(template: str, *, part: bool = False, **values: Any) -> str:
 
     A template shows a chart by `{{ figure(chart) }}`. A PageMissingError says that Plotly or jinja2 is not installed.
     """
-    found = _template(template)
+    if (missing := _missing()) is not None:
+        raise PageMissingError(missing)
+    found = _environment().get_template(template)
     if part:
         return "".join(found.blocks["content"](found.new_context(values)))
     themes = script_json({"light": LIGHT, "dark": DARK})
     versions = {"ellzero": installed_version(), "torch": torch.__version__, "Python": platform.python_version()}
     return str(found.render(values, themes=themes, versions=versions, plotly=_plotly()))
-
-
-def _template(name: str) -> Any:
-    if (missing := _missing()) is not None:
-        raise PageMissingError(missing)
-    return _environment().get_template(name)
 
 
 def write(text: str, path: Path) -> Path:

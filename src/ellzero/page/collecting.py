@@ -114,8 +114,8 @@ class _Search:
                 self.seen[real] = self.folder(path, names)
             elif (path / "sweep.json").exists():
                 self.campaign(path, [])
-            elif (path / "study.json").exists() or _records(path):
-                self.campaign(path, _records(path))
+            elif (stored := _records(path)) or (path / "study.json").exists():
+                self.campaign(path, stored)
             else:
                 homes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
                 found = [self.look(home, depth + 1) for home in homes] if depth < DEEP else []

@@ -16,7 +16,6 @@ from ellzero.experiments.train.building import COSTS
 from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
-from ellzero.gates.warning import warn
 from ellzero.out import settling, shrinking
 from ellzero.out.finalization import bring_within
 
@@ -72,11 +71,8 @@ def _warn_of_haste(trainer: Trainer, gated: Gated, recipe: Recipe) -> None:
     """Warns where gates had no time to choose, so that what stays is nearly left to chance, as a `Budget` does."""
     bounds = {} if recipe.at_most is None else {trainer.costs[recipe.cost]: recipe.at_most}
     tuned = recipe.settles or recipe.finetune_epochs  # else what is closed at once is left as it is
-    for what in settling.hasty(gated, bounds, trainer.travelled if tuned else 0.0):
-        why = "too few steps to choose by; train longer, in smaller batches, or with a larger `gate_lr`"
-        warn(f"gates settle after epoch {trainer.epoch} with {what}: {why}")
-    for what in settling.crushed(gated, bounds):
-        warn(f"gates settle after epoch {trainer.epoch} with {what}: {settling.CRUSHED}")
+    why = "too few steps to choose by; train longer, in smaller batches, or with a larger `gate_lr`"
+    settling.warn_of_haste(gated, bounds, trainer.travelled if tuned else 0.0, f"epoch {trainer.epoch}", why)
 
 
 def turn(trainer: Trainer) -> None:

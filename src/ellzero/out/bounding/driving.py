@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.objectives.following import after_step, refuse_overlap, unwrapped
+from ellzero.objectives.watching import listen
 
 _WAITING: weakref.WeakKeyDictionary[Gated, tuple[Callable[[], bool], int]] = weakref.WeakKeyDictionary()
 
@@ -133,12 +132,7 @@ def remind(gated: Gated, waits: Callable[[], bool]) -> None:
     by itself where it loads the state of an optimizer that is new.
     """
     _WAITING[gated] = waits, 0
-    _listen()
-
-
-@cache
-def _listen() -> None:
-    register_optimizer_step_post_hook(_hear)
+    listen(_hear)
 
 
 def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement
 from ellzero.graph.plan import even_out
+from ellzero.objectives.checking import Bound
 from ellzero.objectives.costs import Cost, dense, floor, kept, l0_norm, only, savings, unwrapped
 
 
@@ -55,11 +56,10 @@ class Target:
         )
 
 
-def targets_of(gated: Gated, at_most: float | Mapping[str, float], cost: Cost) -> list[Target]:
+def targets_of(gated: Gated, at_most: Bound, cost: Cost) -> list[Target]:
     """The targets that one cost has: of all of it, or of parts by their pattern."""
-    if not isinstance(at_most, Mapping):
-        return [Target(gated, cost, at_most)]
-    return [Target(gated, cost, fraction, only) for only, fraction in at_most.items()]
+    groups: Mapping[Any, float] = at_most if isinstance(at_most, Mapping) else {None: at_most}
+    return [Target(gated, cost, fraction, only) for only, fraction in groups.items()]
 
 
 @final

@@ -10,16 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ellzero.gated.module import Gated
-from ellzero.objectives.checking import check_fractions
+from ellzero.objectives.checking import Bound, Bounds, check_fractions
 from ellzero.objectives.costs import Cost, name_of
 from ellzero.out.latency.correcting import agreed
 from ellzero.out.latency.cost import Latency
 from ellzero.out.latency.table import Table
 
-Bound = float | Mapping[str, float]
 
-
-def said(at_most: Mapping[Cost, Bound], named: Mapping[Any, Bound | None]) -> dict[Any, Bound]:
+def said(at_most: Bounds, named: Mapping[Any, Bound | None]) -> dict[Any, Bound]:
     """What each cost may be; the class `Latency` stands for a time that is to be measured.
 
     Raises:
@@ -54,12 +52,12 @@ def measured(gated: Gated, bounds: Mapping[Any, Bound]) -> dict[Cost, Bound]:
     return found
 
 
-def tables(bounds: Mapping[Cost, Bound]) -> list[str]:
+def tables(bounds: Bounds) -> list[str]:
     """The tables of all times among the costs, as JSON."""
     return [cost.table.json() for cost in bounds if isinstance(cost, Latency)]
 
 
-def take_tables(bounds: Mapping[Cost, Bound], tables: list[str]) -> None:
+def take_tables(bounds: Bounds, tables: list[str]) -> None:
     """Lets the times among the costs go on with these tables."""
     times = [cost for cost in bounds if isinstance(cost, Latency)]
     for cost, text in zip(times, tables, strict=True):

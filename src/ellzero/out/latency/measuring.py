@@ -332,10 +332,6 @@ def _some(asked: Sequence[Widths]) -> Iterable[Sequence[Widths]]:
     return (asked[k : k + TOGETHER] for k in range(0, len(asked), TOGETHER))
 
 
-def _forked(device: torch.device) -> Iterable[int]:
-    return [] if device.type != "cuda" else [torch.cuda.current_device() if device.index is None else device.index]
-
-
 def resized(inputs: Inputs, batch: int) -> Inputs:
     """A copy of the example with another number of examples: cut, or repeated."""
     size = batch_size(inputs)
@@ -351,11 +347,11 @@ def resized(inputs: Inputs, batch: int) -> Inputs:
 
 def measured(gated: Gated, where: Where, device: torch.device, clock: Clock) -> Table:
     """Measures a network's table."""
-    with telling(), torch.random.fork_rng(_forked(device)):
+    with telling(), torch.random.fork_rng([device.index] if device.type == "cuda" else []):
         return Survey(gated, where, device, clock).table()
 
 
 def timed(gated: Gated, where: Where, device: torch.device, clock: Clock) -> float:
     """Measures a network as its gates are open now, as a share of the dense one's time."""
-    with torch.random.fork_rng(_forked(device)):
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
         return Survey(gated, where, device, clock).now()

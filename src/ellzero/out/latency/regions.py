@@ -57,7 +57,7 @@ class Meter:
         finally:
             for w in watched:
                 w.end()
-        taken = [w.medians(WARM_UP) for w in watched]
+        taken = [w.medians() for w in watched]
         whole = sum(taken[0].values())
         return [{name: seconds / whole for name, seconds in region.items()} for region in taken]
 
@@ -92,10 +92,10 @@ class _Watched:
         for hook in self.hooks:
             hook.remove()
 
-    def medians(self, without: int) -> dict[str, float]:
-        """The seconds of each region, medians over all calls but the first."""
+    def medians(self) -> dict[str, float]:
+        """The seconds of each region, medians over all calls but those that warm up."""
         taken: dict[str, list[float]] = defaultdict(list)
-        for marks in self.marks[without:]:
+        for marks in self.marks[WARM_UP:]:
             call: dict[str, float] = defaultdict(float)
             for (name, start), (_, end) in pairwise(marks):
                 call[name] += start.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - start
