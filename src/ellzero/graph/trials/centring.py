@@ -59,13 +59,13 @@ def centred(model: M, example_inputs: Any) -> M:
     inputs = as_inputs(example_inputs)
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):
-        graph = trace(model, inputs[1] or inputs[0])
+        graph = trace(model, example_inputs)
         streams = _streams(model, graph)
         reasons = [_changes(model, graph, stream, inputs) for stream in streams]
         responses = response_norms(model, graph, inputs)
         good = [stream for stream, reason in zip(streams, reasons, strict=True) if reason is None]
         if good:
-            still = _uncentred(trace(_centred(model, graph, good), inputs[1] or inputs[0]))
+            still = _uncentred(trace(_centred(model, graph, good), example_inputs))
             paths = [(stream, [norm.module for norm in stream.norms]) for stream in good]
             reasons += [
                 f"the units of `{norms[0]}` reach `{still[n]}`" for _, norms in paths for n in norms if n in still
