@@ -140,22 +140,26 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
         raise TraceError(f"{what}: {why + hint if why else first_line(error)}") from error
     was = told_apart(model)
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
-    asked = walk(model, ties, inputs, deadline, watch=watch or _watched)
+    try:
+        asked = (watch or _watched)(model, inputs)
+    except Exception as error:
+        raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
+    walk(model, ties, inputs, deadline)
     turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
     ties.products = of_one_example(ties.products, ties.doubled, batch_size(inputs))
     ties.steps = [replace(s, numbers=tuple(was.get(n, n) for n in s.numbers)) for s in ties.steps]
     names = {name: name.rpartition(".")[0] for name in ties.shapes}
-    graph = _complete(unify(ties, names), model, inputs)
+    graph = _complete(unify(ties, names), model, inputs, turns)
     if graph.served:
         graph = replace(graph, grouped=_complete(unify(ties, names, single=False), model, inputs, turns))
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
-    return replace(graph, turns=turns)
+    return graph
 
 
-def _complete(graph: Graph, model: nn.Module, inputs: Inputs, turns: tuple[str, ...] = ()) -> Graph:
-    """The graph with the numbers that modules keep."""
+def _complete(graph: Graph, model: nn.Module, inputs: Inputs, turns: tuple[str, ...]) -> Graph:
+    """The graph with the numbers that modules keep, and what makes the forward take another way."""
     with mode(model, False), torch.no_grad():
         kept = stored(model, graph, partial(run_hollow, model, inputs), partial(run, model, inputs))
     graph = replace(graph, stored=kept, turns=turns)
@@ -173,16 +177,9 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def walk(
-    model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False, watch: Watch | None = None
-) -> Callable[[], tuple[str, ...]]:
+def walk(model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False) -> None:
     """Lets the rules speak about one forward. Training is left out where the model has none, or takes no such batch."""
-    try:
-        asked = watch(model, inputs) if watch else tuple
-    except Exception as error:
-        raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
     _Walk(model, ties, canonical_names(model), deadline).go(inputs, training)
-    return asked
 
 
 def _watched(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
