@@ -179,7 +179,7 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def walk(model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False) -> None:
     """Lets the rules speak about one forward. Training is left out where the model has none, or takes no such batch."""
-    _Walk(model, ties, canonical_names(model), deadline).go(inputs, training)
+    _Walk(model, ties, deadline, training).go(inputs)
 
 
 def _watched(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
@@ -225,14 +225,14 @@ def _doubled(inputs: Inputs) -> Inputs:
 
 
 class _Walk:
-    """One walk over an exported program per call of `go`, all into the same ties."""
+    """One walk over the operations of a forward."""
 
-    def __init__(self, model: nn.Module, ties: Ties, names: dict[str, str], deadline: float):
-        self.model, self.ties, self.names, self.deadline = model, ties, names, deadline
-        self.modules = dict(model.named_modules())
+    def __init__(self, model: nn.Module, ties: Ties, deadline: float, training: bool) -> None:
+        self.model, self.ties, self.deadline, self.training = model, ties, deadline, training
+        self.names, self.modules = canonical_names(model), dict(model.named_modules())
 
-    def go(self, inputs: Inputs, training: bool) -> None:
-        found = self._program(inputs, training)
+    def go(self, inputs: Inputs) -> None:
+        found = self._program(inputs)
         if found is None:
             return
         graph, members = found
@@ -253,20 +253,20 @@ class _Walk:
             if time.monotonic() > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
             progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
-            values[node] = self._value(node, number, values, members, training)
-            self._link(node, number, values, training)
+            values[node] = self._value(node, number, values, members)
+            self._link(node, number, values)
 
-    def _program(self, inputs: Inputs, training: bool) -> tuple[torch.fx.Graph, dict[str, str]] | None:
+    def _program(self, inputs: Inputs) -> tuple[torch.fx.Graph, dict[str, str]] | None:
         """The operations of a forward; None where the model has no such one: what the first walk saw stands then."""
-        with mode(self.model, training), warnings.catch_warnings(action="ignore"):
+        with mode(self.model, self.training), warnings.catch_warnings(action="ignore"):
             try:
-                return program(self.model, inputs, training)
+                return program(self.model, inputs, self.training)
             except Untraced as error:
-                if training:  # what depends on data, or rejects the batch
+                if self.training:  # what depends on data, or rejects the batch
                     return None
                 raise TraceError(str(error)) from error
 
-    def _value(self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], training: bool) -> Any:
+    def _value(self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str]) -> Any:
         if node.op == "placeholder":
             return self._given(node, members)
         if node.op == "output":
@@ -280,7 +280,7 @@ class _Walk:
         if node.target is operator.getitem:
             return values[node.args[0]][node.args[1]]
         args = _bound(node, values)
-        call = self._call(node, training)
+        call = self._call(node)
         call.fed = any(value.lineage & self.given for value in tensors(args))
         if call.op.startswith(("_assert", "sym_")) or not call.shapes:
             return _OF_DATA
@@ -339,7 +339,7 @@ class _Walk:
         kind = "a constant of the model" if name.startswith(("c_", "lifted")) else "the model's input"
         return Value(tuple(value.shape), why=f"{kind} `{name}`")
 
-    def _call(self, node: Any, training: bool) -> Call:
+    def _call(self, node: Any) -> Call:
         stack = list(node.meta.get("nn_module_stack", {}).values())  # of an export
         module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else node.meta.get("module", "")
         target = node.target
@@ -348,9 +348,9 @@ class _Walk:
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         shapes = [tuple(t.shape) for t in flat(node.meta.get("val")) if isinstance(t, Tensor)]
         kept = vars(self.modules[module]) if module in self.modules else {}
-        return Call(self.ties, name, module, shapes, self.batch, evaluates=not training, settings=kept)
+        return Call(self.ties, name, module, shapes, self.batch, evaluates=not self.training, settings=kept)
 
-    def _link(self, node: Any, number: int, values: dict[Any, Any], training: bool) -> None:
+    def _link(self, node: Any, number: int, values: dict[Any, Any]) -> None:
         """Gives the value its place in the forward: its step, and the bit set of the steps it depends on."""
         ancestors = 0
         call = node.meta.get("ellzero") or Call(self.ties, str(node.target), "", [], 1)
@@ -364,7 +364,7 @@ class _Walk:
                 value.step, value.ancestors = number, ancestors
         self.ties.contracting |= call.contracts << number
         self.ties.bending |= (call.op in BENDING) << number
-        if not training:
+        if not self.training:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
             fed = tuple(self.index[n] for n in node.all_input_nodes)
             laid = tuple((v.shape, dict(v.carried)) for v in made if node.op != "placeholder")
