@@ -149,10 +149,9 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     walk(model, ties, _doubled(inputs), deadline, training=True)
     ties.products = of_one_example(ties.products, ties.doubled, batch_size(inputs))
     ties.steps = [replace(s, numbers=tuple(was.get(n, n) for n in s.numbers)) for s in ties.steps]
-    names = {name: name.rpartition(".")[0] for name in ties.shapes}
-    graph = _complete(unify(ties, names), model, inputs, turns)
+    graph = _complete(unify(ties), model, inputs, turns)
     if graph.served:
-        graph = replace(graph, grouped=_complete(unify(ties, names, single=False), model, inputs, turns))
+        graph = replace(graph, grouped=_complete(unify(ties, single=False), model, inputs, turns))
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
     return graph
