@@ -29,6 +29,7 @@ from ellzero.graph.forwards.exporting import Untraced, program
 from ellzero.graph.forwards.recording import copied, flat, mapped, walked
 from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
+from ellzero.graph.standins import CONTRACTING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
 from ellzero.graph.ties import Ties, of_one_example, unify
 from ellzero.graph.values import Dims, Value, freeze, narrow
@@ -300,7 +301,7 @@ class _Walk:
             result = rule(call, *args) if rule else unknown(call, tensors(args), why)
         for name in call.reads:
             owner = name.rpartition(".")[0]
-            own = call.module == owner and isinstance(self.modules.get(owner), _LAYERS)
+            own = call.module == owner and isinstance(self.modules.get(owner), CONTRACTING)
             self.ties.in_own_module[name] = own and self.ties.in_own_module.get(name, True)
         for value in tensors(args):
             if value.source is not None and rule is None:
@@ -405,9 +406,6 @@ def _lay_out(ties: Ties, value: Value, there: Mapping[Dims, Any]) -> None:
 def _of_data(sizes: Sequence[tuple[Any, ...]], values: Sequence[Value]) -> bool:
     """Whether a size is one that only the data tells."""
     return any(not isinstance(n, int) for shape in (*sizes, *(v.shape for v in values)) for n in shape)
-
-
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _bound(node: Any, values: dict[Any, Any]) -> list[Any]:

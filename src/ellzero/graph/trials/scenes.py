@@ -21,13 +21,12 @@ from torch.utils._pytree import tree_map
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.forwards.copying import lean, whole_copy
 from ellzero.graph.plan import Mask, Plan
-from ellzero.graph.standins import SHORTCUTS
+from ellzero.graph.standins import CONTRACTING, SHORTCUTS
 from ellzero.graph.tracing import Inputs, places, run
 from ellzero.graph.trials.running import Calls, disturb, is_large, move, seeded, tensors_of
 
 Lends = Callable[[str, Tensor], None]
 _MANY = 10_000  # numbers, whose memory matters
-_LENDING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def loans(model: nn.Module, graph: Graph, dtype: torch.dtype, seed: int) -> Loan
     found = {}
     for number, (name, p) in enumerate(model.named_parameters()):
         path, _, key = name.rpartition(".")
-        own = key == "weight" and name in once & graph.in_own_module and type(model.get_submodule(path)) in _LENDING
+        own = key == "weight" and name in once & graph.in_own_module and type(model.get_submodule(path)) in CONTRACTING
         if own and p.is_floating_point():
             found[name] = number, p
     return Loans(found, seed, dtype, ends(model, graph, found))
