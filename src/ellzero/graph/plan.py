@@ -108,6 +108,16 @@ class Plan:
             tensor = tensor.gather(1, columns.reshape(*columns.shape, *[1] * (tensor.ndim - 2)).expand(shape))
         return tensor
 
+    def cut(self, units: Numbers, name: str, dims: tuple[int, ...]) -> Numbers:
+        """What stays of the numbers that lie along these dimensions of the parameter or buffer `name`."""
+        for axis, dim in enumerate(dims):
+            index = self.rows.get(name, {}).get(dim)
+            units = units if index is None else np.take(units, index, axis)
+        if name in self.columns and len(dims) > 1:
+            columns = self.columns[name]
+            units = np.take_along_axis(units, columns.reshape(*columns.shape, *[1] * (units.ndim - 2)), 1)
+        return units
+
     def left(self, name: str, tensor: Tensor) -> Tensor:
         """What becomes of the parameter or buffer `name`: sliced, and a norm's weight scaled."""
         norm = next((n for n in self.norms if n.weight == name), None)

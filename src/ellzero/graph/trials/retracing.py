@@ -14,7 +14,6 @@ from itertools import zip_longest
 from math import prod
 
 import numpy as np
-import torch
 from torch import nn
 
 from ellzero.graph.axes import Graph, Layout, Numbers, Served, Step
@@ -60,10 +59,9 @@ def _units(graph: Graph, plan: Plan, ties: Ties) -> Numbers | None:
     known = np.full(ties.count, -1)
     for name, dim in ties.first:
         if (dim,) in graph.units.get(name, {}):
-            left = plan.rows.get(name, {}).get(dim, slice(None))
-            known[ties.atoms(name, dim)] = graph.units[name][(dim,)][left]
+            known[ties.atoms(name, dim)] = plan.cut(graph.units[name][(dim,)], name, (dim,))
     for (name, dims, _), atoms in ties.tables.items():
-        known[atoms] = plan.slice(name, torch.as_tensor(graph.units[name][dims])).numpy()
+        known[atoms] = plan.cut(graph.units[name][dims], name, dims)
     root = classes(ties.count, ties.pairs)
     last, first = np.full(ties.count, -1), np.full(ties.count, len(plan.units))
     np.maximum.at(last, root, known)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from ellzero.graph.axes import Graph, Numbers
+from ellzero.graph.axes import Graph
 from ellzero.graph.forwards.copying import lean, whole_copy
 from ellzero.graph.plan import Mask, Plan
 from ellzero.graph.standins import CONTRACTING, SHORTCUTS
@@ -218,7 +218,7 @@ class Scene:
             name = f"{path}.weight"
             units = graph.units.get(name, {}).get((1,))
             if units is not None:
-                left = units if self.done is None else remaining(units, name, (1,), self.done)
+                left = units if self.done is None else self.done.cut(units, name, (1,))
                 out[path] = ~(alive[left] | (left < 0))
         return out
 
@@ -299,7 +299,7 @@ def moving(graph: Graph, scene: Scene) -> set[int]:
         for dims, units in graph.closing[tensor].items():
             rest = [d for d in range(weight.ndim) if d not in dims]
             moves = (slope.sum(rest) if rest else slope).cpu().numpy() > 0
-            moved.update(np.unique((units if done is None else remaining(units, tensor, dims, done))[moves]).tolist())
+            moved.update(np.unique((units if done is None else done.cut(units, tensor, dims))[moves]).tolist())
         weight.grad = None  # at once: all of them are as large as the model
 
     members = dict(model.named_parameters())
@@ -348,7 +348,7 @@ def closed(
     closing: dict[str, list[tuple[int, Mask]]] = {}
     for tensor, sites in graph.closing.items():
         for dims, whole in sites.items():
-            units = whole if done is None else remaining(whole, tensor, dims, done)
+            units = whole if done is None else done.cut(whole, tensor, dims)
             gone = ~(alive[units] | (units < 0))
             if np.count_nonzero(gone):
                 closing.setdefault(tensor, []).append((dims[0], gone))
@@ -397,14 +397,6 @@ def _close(weight: Tensor, dim: int, gone: Mask) -> None:
         weight.index_fill_(dim, _rows(gone, weight), 0)
     else:
         weight.mul_(torch.as_tensor(~gone).reshape(*gone.shape, *[1] * (weight.ndim - 2)).to(weight))
-
-
-def remaining(units: Numbers, tensor: str, dims: tuple[int, ...], done: Plan) -> Numbers:
-    """What is left of the units along dimensions of a tensor that something was removed from."""
-    if len(dims) > 1:
-        sliced: Numbers = done.slice(tensor, torch.as_tensor(units)).numpy()
-        return sliced
-    return units[done.rows.get(tensor, {}).get(dims[0], slice(None))]
 
 
 def _exact(entries: Tensor) -> Tensor:
