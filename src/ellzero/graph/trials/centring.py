@@ -19,7 +19,7 @@ from ellzero.graph.forwards.copying import duplicate, put
 from ellzero.graph.standins import RootMeanSquare, pad
 from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
 from ellzero.graph.trials.responding import response_norms
-from ellzero.graph.trials.running import agree, disturb, outputs, stirred, watched
+from ellzero.graph.trials.running import agree, cast, disturb, outputs, stirred, watched
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -116,7 +116,7 @@ def _changes(model: nn.Module, graph: Graph, stream: _Stream, inputs: Inputs) ->
     for seed in (0, 1):
         trial = duplicate(model).double().eval()
         disturb(trial, seed)
-        given = stirred(_doubled(inputs), seed)
+        given = stirred(cast(inputs, torch.float64), seed)
         try:
             before, tolerance = watched(trial, given, fine=1e-9)
         except Exception:  # it takes no other numbers
@@ -130,14 +130,6 @@ def _changes(model: nn.Module, graph: Graph, stream: _Stream, inputs: Inputs) ->
         if not agree(before, after, tolerance):
             return f"the input of `{stream.norms[0].module}` is read beside it, or written by more than a linear map"
     return None
-
-
-def _doubled(inputs: Inputs) -> Inputs:
-    def double(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    out: Inputs = torch.utils._pytree.tree_map(double, inputs)
-    return out
 
 
 @torch.no_grad()

@@ -260,6 +260,12 @@ def stirred(inputs: Inputs, seed: int = 0) -> Inputs:
     return out
 
 
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The example with floating-point numbers of another type."""
+    out: Inputs = tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
+    return out
+
+
 def enough(model: nn.Module, graph: Graph) -> int:
     """How many examples show what a forward does: one of a large model, unless it treats that in another way."""
     return 2 if not is_large(model) or graph.products is None or "a batch of 1" in graph.turns else 1

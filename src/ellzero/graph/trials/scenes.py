@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from ellzero.graph.axes import Graph
 from ellzero.graph.forwards.copying import lean, whole_copy
 from ellzero.graph.plan import Mask, Plan
 from ellzero.graph.standins import CONTRACTING, SHORTCUTS
 from ellzero.graph.tracing import Inputs, places, run
-from ellzero.graph.trials.running import Calls, disturb, is_large, move, seeded, tensors_of
+from ellzero.graph.trials.running import Calls, cast, disturb, is_large, move, seeded, tensors_of
 
 Lends = Callable[[str, Tensor], None]
 _MANY = 10_000  # numbers, whose memory matters
@@ -266,9 +265,7 @@ class Scene:
     def to(self, dtype: torch.dtype) -> None:
         """Has numbers of another type."""
         self.model.to(dtype)
-        self.inputs = tree_map(
-            lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, self.inputs
-        )
+        self.inputs = cast(self.inputs, dtype)
 
 
 def staged(model: nn.Module, inputs: Inputs, seed: int, lent: Loans) -> Scene:
