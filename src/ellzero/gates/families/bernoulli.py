@@ -82,10 +82,6 @@ class AbstractBernoulliGate(AbstractGate):
         return torch.sigmoid(self.logit_from(phi))
 
     @final
-    def evidence_from(self, phi: Phi) -> Tensor:
-        return self.prob_from(phi)
-
-    @final
     @torch.no_grad()
     def learn_(self, u: Tensor, loss: Tensor, mirrored: Tensor | None) -> None:
         """Adds the estimator's gradient of E[loss] to that of φ; `u` is the noise that the gates were drawn from."""
