@@ -112,14 +112,8 @@ class AbstractBernoulliGate(AbstractGate):
         ajar = max(edge, math.log(AJAR / (1 - AJAR))) + 0.1  # as little as the threshold allows
         self.log_odds.masked_fill_(where, (max(edge, 0.0) - CLOSED if wide else ajar) / self.sharpness)
 
-    @final
     def extra_repr(self) -> str:
-        told = f"estimator={self.estimator}, threshold={self.threshold:g}"
-        return f"{tuple(self.shape)}, {told}{self.more()}"
-
-    def more(self) -> str:
-        """What else a family shows."""
-        return ""
+        return f"{tuple(self.shape)}, estimator={self.estimator}, threshold={self.threshold:g}"
 
 
 @final
