@@ -144,7 +144,8 @@ class _Steps:
         if step.op in _LINEAR or step.op in _NORMS:
             given = [self.steps[i].tensor for i in step.inputs[1:]]
             mine = [tensor for tensor in given if tensor in self.parameters]
-            fits = bool(mine) and all(given) and given[0] == mine[0] and own.issuperset(self._at(step, mine))
+            at = {i for i in step.inputs if self.steps[i].tensor in mine}
+            fits = bool(mine) and all(given) and given[0] == mine[0] and own.issuperset(at)
             return mine if fits else None
         if step.op in _GROUPED:
             weight = step.inputs[1]
@@ -165,9 +166,6 @@ class _Steps:
         cut = step.op.endswith("getitem>") and self.steps[step.inputs[0]].op in _CUTS
         begins = step.op in _SUMS and step.numbers[:1] == (0,)  # as `sum` does
         return self.ends(step.inputs[0], own) if step.op in _KEEPS or cut or begins else None
-
-    def _at(self, step: Step, tensors: list[str]) -> set[int]:
-        return {i for i in step.inputs if self.steps[i].tensor in tensors}
 
 
 class _Modules:
