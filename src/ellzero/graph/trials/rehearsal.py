@@ -66,11 +66,10 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
         give_back()  # what tracing took
     two = tuple(replace(s, least=2) for s in graph.served)
     ways = [graph, *([replace(graph, served=two)] if any(s.queries.shape[1] > 2 for s in two) else [])]
+    first = {int(s.queries[0, 0]) for s in graph.served}  # of the queries of each layer that share heads of keys
     for way in ways if graph.served else ():
         bench = _Bench(model, way, inputs)
-        shared = [
-            k for k, a in enumerate(graph.axes) if a.frozen is None and a.size > 1 and bench.among(_shared(way), k)
-        ]
+        shared = [k for k, a in enumerate(graph.axes) if a.frozen is None and a.size > 1 and bench.among(first, k)]
         failure, _ = bench.survives(bench.part(shared, "most"), bench.scenes)
         if failure and not failure.startswith(NO_RUN):  # it takes another way, of which nothing is to be had
             continue
@@ -78,11 +77,6 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
         if all(out.axes[k].frozen is None for k in shared):
             return out
     return _proven(_Bench(model, graph.grouped or graph, inputs))
-
-
-def _shared(graph: Graph) -> set[int]:
-    """Of the queries of each layer that share heads of keys, the first."""
-    return {int(s.queries[0, 0]) for s in graph.served}
 
 
 def _proven(bench: _Bench) -> Graph:
