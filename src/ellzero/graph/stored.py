@@ -82,7 +82,7 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
     """
     laid: dict[tuple[str, int], list[Numbers]] = defaultdict(list)
     along: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
-    free = np.repeat([a.frozen is None for a in graph.axes], [a.size for a in graph.axes])
+    free = graph.on(lambda axis: axis.frozen is None)
     for served in graph.served:
         free[served.heads] = free[served.queries].all()
     for step, units in group_norms(graph):

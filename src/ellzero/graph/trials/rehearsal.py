@@ -116,10 +116,10 @@ def _proven(bench: _Bench) -> Graph:
     wide = {unit for step, units in group_norms(graph) if step.numbers[0] > 1 for unit in units.tolist()}
     for k in (k for s in lone for k in s if not axes[k].can_vanish and bench.among(wide, k)):
         axes[k] = replace(axes[k], frozen=ONE_GROUP)
-    matters = np.repeat([a.frozen is None for a in axes] + [False], [a.size for a in axes] + [1])  # the last: unit -1
-    balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
-    done = replace(graph, axes=tuple(axes), balances=balances, steps=steps, grouped=None)
+    done = replace(graph, axes=tuple(axes), steps=steps, grouped=None)
+    matters = done.on(lambda axis: axis.frozen is None)
+    done = replace(done, balances=tuple(b for b in graph.balances if matters[b].any()))
     return responding.hinted(routing.hinted(picking(done, bench.scenes[0], bench.tolerance)))
 
 

@@ -69,7 +69,7 @@ def _units(graph: Graph, plan: Plan, ties: Ties) -> Numbers | None:
     first, last = np.minimum(first, last)[root], last[root]
     sizes = [a.size for a in graph.axes]
     lone = np.repeat(np.add.reduceat(plan.units, graph.offsets[:-1], dtype=int) == 1, sizes) & plan.units
-    stays = np.repeat([a.frozen is not None for a in graph.axes], sizes)
+    stays = graph.on(lambda axis: axis.frozen is not None)
     stays[[head for s in graph.served for head in s.heads]] = False  # these go with their queries
     right = (known < 0) | (known == first) | (known == last)
     right &= (first == last) | (lone[first] & stays[last]) | (stays[first] & lone[last])

@@ -112,9 +112,8 @@ def ends(model: nn.Module, graph: Graph, weights: Iterable[str]) -> tuple[str, .
     unit leaves, or such alone as are zero there when they are closed: behind a norm over all of them. The same input,
     of those that stay, is the same output, and a look at the input is cheaper, and sees more.
     """
-    sizes = [a.size for a in graph.axes] + [1]
-    free = np.repeat([a.frozen is None for a in graph.axes] + [False], sizes)
-    unnormed = np.repeat([a.frozen is None and not a.closing for a in graph.axes] + [False], sizes)
+    free = graph.on(lambda axis: axis.frozen is None)
+    unnormed = graph.on(lambda axis: axis.frozen is None and not axis.closing)
     fed = [(k, step) for step in graph.steps for k in step.inputs]
 
     def is_end(path: str) -> bool:
