@@ -53,13 +53,6 @@ class Shrunk:
         """The way back."""
         return replace(self, was=self.now, now=self.was)
 
-    def set_eps(self, modules: Mapping[str, nn.Module]) -> None:
-        """Has the module's eps follow. Without one, torch takes the least step of the type that it computes in."""
-        module = modules[self.module]
-        eps = getattr(module, self.attribute)
-        eps = torch.finfo(next(module.parameters()).dtype).eps if eps is None else eps
-        setattr(module, self.attribute, eps * self.was / self.now)
-
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -159,7 +152,7 @@ class Plan:
         modules = dict(model.named_modules(remove_duplicate=False))
         self._change(modules, self.left)
         _set_sizes(modules, self.sizes)
-        self._set_eps(modules, self.norms)
+        _set_eps(modules, self.norms)
         for name, (index, width) in self.selects.items():
             put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index), width)
         for name, (index, outputs) in self.scatters.items():
@@ -195,13 +188,8 @@ class Plan:
 
         self._change(modules, back)
         _set_sizes(modules, {place: (was, was) for place, (was, _) in self.sizes.items()})
-        self._set_eps(modules, [n.back() for n in self.norms])
+        _set_eps(modules, [n.back() for n in self.norms])
         pad(modules.values())
-
-    def _set_eps(self, modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
-        """Once for each place that holds an eps: several norms may share it."""
-        for norm in {(id(modules[n.module]), n.attribute): n for n in norms}.values():
-            norm.set_eps(modules)
 
     def _change(self, modules: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> None:
         """Puts something new in the place of every tensor that the plan names."""
@@ -237,6 +225,16 @@ def _set_sizes(modules: Mapping[str, nn.Module], sizes: Mapping[tuple[str, str],
             set_size(modules[path], attribute, size)
     for path, kept in slims.items():
         put_slim(modules[path], kept[WHOLE], kept[WIDTH])
+
+
+def _set_eps(modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
+    """Has the eps of norms follow, once for each place that holds one: several norms may share it."""
+    for norm in {(id(modules[n.module]), n.attribute): n for n in norms}.values():
+        module = modules[norm.module]
+        eps = getattr(module, norm.attribute)
+        if eps is None:  # torch takes the least step of the type that it computes in
+            eps = torch.finfo(next(module.parameters()).dtype).eps
+        setattr(module, norm.attribute, eps * norm.was / norm.now)
 
 
 def set_size(module: nn.Module, attribute: str, size: int) -> None:
