@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph, Numbers, Served
 from ellzero.graph.resizing import resize
-from ellzero.graph.standins import WHOLE, WIDTH, pad, put_closed, put_nothing, put_scatter, put_select, put_slim
+from ellzero.graph.standins.heads import pad
+from ellzero.graph.standins.layers import put_closed, put_nothing, put_scatter, put_select
+from ellzero.graph.standins.slim import WHOLE, WIDTH, put_slim
 
 Mask = npt.NDArray[np.bool_]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ellzero.graph.standins import FewerHeads
+from ellzero.graph.standins.heads import FewerHeads
 
 RESIZERS: dict[type[nn.Module], Callable[[Any], None]] = {}
 

@@ -29,7 +29,7 @@ from ellzero.graph.forwards.exporting import Untraced, program
 from ellzero.graph.forwards.recording import copied, flat, mapped, walked
 from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
 from ellzero.graph.rules.entrywise import BENDING
-from ellzero.graph.standins import CONTRACTING
+from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
 from ellzero.graph.ties import Ties, of_one_example, unify
 from ellzero.graph.values import Dims, Value, freeze, narrow

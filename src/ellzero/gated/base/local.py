@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ellzero.gated.multiplying import Factor, Target, laid_out
 from ellzero.gated.placements import Placement
 from ellzero.gates.abstract import AbstractGate, draw, noise
-from ellzero.graph.standins import CONTRACTING
+from ellzero.graph.standins.layers import CONTRACTING
 
 TINY = 1e-8  # added to a variance under the root, whose slope has no end at zero
 _CALLS = (F.linear, F.conv1d, F.conv2d, F.conv3d)

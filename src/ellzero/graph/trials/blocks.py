@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ellzero.graph.axes import Block, Graph, Site, Step
 from ellzero.graph.forwards.copying import lean
 from ellzero.graph.rules.closing import KEEPS
-from ellzero.graph.standins import CONTRACTING, first_tensor
+from ellzero.graph.standins.layers import CONTRACTING, first_tensor
 from ellzero.graph.tracing import Inputs, mode, places, run, run_hollow
 from ellzero.graph.trials.running import seeded
 

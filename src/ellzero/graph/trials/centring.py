@@ -16,7 +16,8 @@ from torch import nn
 
 from ellzero.graph.axes import Axis, Graph, Norm
 from ellzero.graph.forwards.copying import duplicate, put
-from ellzero.graph.standins import RootMeanSquare, pad
+from ellzero.graph.standins.heads import pad
+from ellzero.graph.standins.norms import RootMeanSquare
 from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
 from ellzero.graph.trials.responding import response_norms
 from ellzero.graph.trials.running import agree, cast, disturb, outputs, stirred, watched

@@ -18,7 +18,7 @@ from ellzero.graph.axes import Block, Graph, Numbers, Stored
 from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
 from ellzero.graph.rules.attention import attended
-from ellzero.graph.standins import CONTRACTING
+from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.stored import (
     group_norms,
     groups_of_a_forward,

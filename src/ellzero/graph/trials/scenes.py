@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ellzero.graph.axes import Graph
 from ellzero.graph.forwards.copying import lean, whole_copy
 from ellzero.graph.plan import Mask, Plan
-from ellzero.graph.standins import CONTRACTING, SHORTCUTS
+from ellzero.graph.standins.heads import SHORTCUTS
+from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.tracing import Inputs, places, run
 from ellzero.graph.trials.running import Calls, cast, disturb, is_large, move, seeded, tensors_of
 
