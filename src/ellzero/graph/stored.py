@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Step, Stored
 from ellzero.graph.resizing import resizer
-from ellzero.graph.rules import SIZED
+from ellzero.graph.rules.call import SIZED
 from ellzero.graph.standins.slim import WHOLE, WIDTH
 
 Place = tuple[str, str]  # a module and an attribute

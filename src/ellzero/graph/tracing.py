@@ -27,8 +27,12 @@ from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.forwards.copying import whole_copy
 from ellzero.graph.forwards.exporting import Untraced, program
 from ellzero.graph.forwards.recording import copied, flat, mapped, walked
-from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
+from ellzero.graph.rules.call import RULES, SIZED, Call, tensors, unknown
+from ellzero.graph.rules.closing import zero
 from ellzero.graph.rules.entrywise import BENDING
+from ellzero.graph.rules.mixing import REDUCTIONS
+from ellzero.graph.rules.norms import mean_square, written_out
+from ellzero.graph.rules.shapes import PICKS
 from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
 from ellzero.graph.ties import Ties, of_one_example, unify

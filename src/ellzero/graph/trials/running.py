@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ellzero.graph.axes import Graph
 from ellzero.graph.forwards.recording import Watching, flat
-from ellzero.graph.rules import SIZED
+from ellzero.graph.rules.call import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
 Renamed = Mapping[Any, Collection[float]]  # numbers of a small network: what they may be in the whole one
