@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ellzero.graph.axes import Block, Graph, Site, Step
 from ellzero.graph.forwards.copying import lean
 from ellzero.graph.rules.closing import KEEPS
-from ellzero.graph.standins.layers import CONTRACTING, first_tensor
+from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.tracing import Inputs, mode, places, run, run_hollow
 from ellzero.graph.trials.running import seeded
 
@@ -247,13 +247,11 @@ def _alike(model: nn.Module, inputs: Inputs) -> dict[str, tuple[int, bool]]:
 
     def note(path: str, _: Any, args: Any, kwargs: Any, out: Any) -> None:
         first = out[0] if isinstance(out, tuple) and out else out
-        try:
-            given = first_tensor(args, kwargs)
-        except StopIteration:
-            given = None
-        fits = isinstance(first, Tensor) and given is not None and given.is_floating_point()
-        same = fits and isinstance(first, Tensor) and given is not None and first.shape == given.shape
-        found[path].add((len(out) if isinstance(out, tuple) else 0, same) if fits else None)
+        given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+        kind = None
+        if isinstance(first, Tensor) and given is not None and given.is_floating_point():
+            kind = len(out) if isinstance(out, tuple) else 0, first.shape == given.shape
+        found[path].add(kind)
 
     model = lean(model)
     for way in (run_hollow, run):
