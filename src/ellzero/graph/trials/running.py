@@ -79,16 +79,24 @@ def turns(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
 def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     size = batch_size(inputs)
     for n in sorted({1, size + 1} - {size}) if size else ():
-        rows = torch.arange(n) % size
-
-        def resized(leaf: Any, rows: Tensor = rows) -> Any:
-            return leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,) else leaf
-
-        yield f"a batch of {n}", tree_map(resized, inputs)
+        yield f"a batch of {n}", resized(inputs, n)
     leaves, spec = tree_flatten(inputs)
     for k, leaf in enumerate(leaves):
         for number in (leaf - 1, leaf + 1) if isinstance(leaf, int) and not isinstance(leaf, bool) else ():
             yield f"{number} instead of {leaf}", tree_unflatten([*leaves[:k], number, *leaves[k + 1 :]], spec)
+
+
+def resized(inputs: Inputs, batch: int) -> Inputs:
+    """A copy of the example with another number of examples: cut, or repeated."""
+    size = batch_size(inputs)
+
+    def fit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size:
+            return leaf[torch.arange(batch, device=leaf.device) % size]
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    out: Inputs = tree_map(fit, inputs)
+    return out
 
 
 def leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs], Any]) -> list[tuple[str, int]] | None:
