@@ -11,7 +11,7 @@ import operator
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -293,7 +293,8 @@ class _Walk:
             call.numbers = tuple(leaf for leaf in leaves if isinstance(leaf, int | float | str))
         told = any(leaf is _OF_DATA for leaf in leaves)
         why = f"{call.where} gets a number that only the data tell, as an `item()` does" if told else None
-        if not told and _of_data(call.shapes, tensors(args)):
+        sizes = [n for shape in (*call.shapes, *(v.shape for v in tensors(args))) for n in shape]
+        if not told and not all(isinstance(n, int) for n in sizes):
             why = f"{call.where} has as many entries as the data tell, as a mask or `nonzero` does"
         rule = None if why else rule
         if node not in self.seen and call.op in REDUCTIONS.split():
@@ -405,11 +406,6 @@ def _lay_out(ties: Ties, value: Value, there: Mapping[Dims, Any]) -> None:
         for group in [g for g in value.carried if set(g) < set(dims) and max(dims) < value.ndim]:
             spread = value.carried.pop(group).reshape([value.shape[d] if d in group else 1 for d in dims])
             value.carried[dims] = np.array(np.broadcast_to(spread, [value.shape[d] for d in dims]))
-
-
-def _of_data(sizes: Sequence[tuple[Any, ...]], values: Sequence[Value]) -> bool:
-    """Whether a size is one that only the data tells."""
-    return any(not isinstance(n, int) for shape in (*sizes, *(v.shape for v in values)) for n in shape)
 
 
 def _bound(node: Any, values: dict[Any, Any]) -> list[Any]:
