@@ -171,9 +171,7 @@ def _of_layer(graph: Graph, tensor: str) -> Placement | None:
     """The gates of the layer whose weight is `tensor`, if it is one that gets gates."""
     layer, shape = _layer(tensor), graph.shapes[tensor]
     if len(shape) == 2 and tensor in graph.reading and tensor not in graph.two_faced:
-        (dim,) = graph.reading[tensor]
-        site = Site(tensor, (dim,), np.arange(shape[dim]), "reads")
-        return Placement(layer, (shape[dim],), (site,), (site,))
+        return replace(_part(graph, tensor, "inputs", graph.reading[tensor]), name=layer)
     if len(shape) > 2:
         written = [a for a in graph.axes for s in a.writers if s.tensor == tensor]
         if written and written[-1].frozen is None and not written[-1].closing:
