@@ -21,7 +21,7 @@ from ellzero.experiments.networks import facts
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train import evaluation
 from ellzero.experiments.train.loop import train
-from ellzero.graph.rules import RULES
+from ellzero.graph.rules.call import RULES
 from support import ROOT
 from support.zoo import mlp
 

@@ -19,7 +19,7 @@ from ellzero.graph.resizing import resize
 from ellzero.graph.rules.call import RULES, tensors
 from ellzero.graph.rules.entrywise import BINARY, DRAWN_IN_TRAINING, UNARY
 from ellzero.graph.ties import Ties, classes
-from ellzero.graph.tracing import _Walk, canonical_names
+from ellzero.graph.tracing import _Walk
 from ellzero.graph.values import Value
 
 Op = Callable[..., Any]
@@ -65,8 +65,8 @@ def walked(op: Op, *shapes: tuple[int, ...]) -> tuple[_One, Ties, _Recorder]:
     model = _One(op, shapes).eval()
     names = {n: tuple(p.shape) for n, p in model.named_parameters()}
     ties = Ties(names, tuple(names))
-    walk = _Recorder(model, ties, canonical_names(model), float("inf"))
-    walk.go(((torch.zeros(1),), {}), training=False)
+    walk = _Recorder(model, ties, float("inf"), training=False)
+    walk.go(((torch.zeros(1),), {}))
     return model, ties, walk
 
 

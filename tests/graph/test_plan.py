@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.graph.axes import Graph
 from ellzero.graph.plan import ClosedAxisError, Plan, make_plan
-from ellzero.graph.standins import Closed, Select, put_closed, put_select
+from ellzero.graph.standins.layers import Closed, Select, put_closed, put_select
 from support.oracles import settled
 from support.zoo import MLP, LeNet, ResNet
 

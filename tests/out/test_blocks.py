@@ -22,7 +22,7 @@ from ellzero.experiments.networks.wide_resnet import WideResNet
 from ellzero.experiments.train.building import architecture
 from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.trainer import Trainer
-from ellzero.graph.standins import Closed, Nothing
+from ellzero.graph.standins.layers import Closed, Nothing
 from ellzero.objectives import costs
 from ellzero.out import shrinking
 from ellzero.out.finalization import refuse_unreachable, revive

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph.plan import make_plan
-from ellzero.graph.standins import FewerHeads
+from ellzero.graph.standins.heads import FewerHeads
 from support.attention import Attention
 from support.oracles import assert_counted, assert_same, numel, set_gates, settled
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.graph import ClosedAxisError
-from ellzero.graph.standins import Closed
+from ellzero.graph.standins.layers import Closed
 from support.formers import Mixture
 from support.oracles import HIDDEN, assert_counted, assert_same, set_gates, settled
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import ellzero as l0
-from ellzero.graph.standins import Closed, Select, put_select
+from ellzero.graph.standins.layers import Closed, Select, put_select
 from support.traced import attached
 
 

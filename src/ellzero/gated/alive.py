@@ -145,7 +145,7 @@ def liveness(graph: Graph, placements: Sequence[Placement]) -> Liveness:
     readers: dict[int, set[frozenset[int]]] = defaultdict(set)
     at: dict[str, list[frozenset[int]]] = {}
     entries: dict[tuple[str, int], Numbers] = {}
-    frozen = np.repeat([a.frozen is not None for a in graph.axes], [a.size for a in graph.axes])
+    frozen = graph.on(lambda axis: axis.frozen is not None)
     for tensor, dims in {(t, dims): None for t, sites in graph.closing.items() for dims in sites} | acting:
         whole = graph.units[tensor][dims]
         units = graph.closing.get(tensor, {}).get(dims, np.full(whole.shape, -1))

@@ -27,7 +27,7 @@ from ellzero.gated.counting import count_macs, count_params, count_units
 from ellzero.gated.grouping import grouped
 from ellzero.gated.loading import key_of, own_state, refuse_other_keys, refuse_other_shapes
 from ellzero.gated.members import show_members
-from ellzero.gated.multiplying import Held, aim, in_place, lock_of, multiplied, multiply_into, run, times
+from ellzero.gated.multiplying import Held, aim, lock_of, multiplied, run, times
 from ellzero.gated.placements import Placement
 from ellzero.gated.taking import idle, refuse_taking, remaining
 from ellzero.gates.abstract import AbstractGate, additions, draw, values
@@ -227,8 +227,7 @@ class Gated(Holding):
         self.note_draw(noisy=True)
         draws = local.drawn(self._gates(), local.examples_in(args, kwargs))
         make = partial(local.noisy, draws=draws, tables=self.tables)
-        with lock_of(self.model), in_place(self.model, self._targets, make):
-            return self.model(*args, **kwargs)
+        return run(self.model, self._targets, make, args, kwargs)
 
     def _drawn(self, gate_noise: Tensor | None) -> tuple[list[Tensor], list[Tensor | None] | None]:
         self.note_draw(noisy=gate_noise is None)
@@ -238,9 +237,12 @@ class Gated(Holding):
         u = self.gate_noise() if gate_noise is None else gate_noise
         return draw(gates, u), additions(gates, u)
 
+    @torch.no_grad()
     def multiply_into(self, model: nn.Module, z: Sequence[Tensor]) -> None:
         """Multiplies `z` into the weights of a copy of the model, in place: no second set of weights takes memory."""
-        multiply_into(model, self._targets, z, self.tables)
+        members = dict(model.named_parameters())
+        for name, target in self._targets.items():
+            members[name].copy_(multiplied(members[name], target, z, self.tables))
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As torch's; the gates are replicated tensors from the first time on that the model's weights are sharded."""

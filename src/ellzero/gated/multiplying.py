@@ -147,20 +147,10 @@ def laid_out(gates: Tensor, part: Factor, tables: Mapping[str, Tensor], elsewher
     return gates if gates.shape == shape else gates.reshape(shape)
 
 
-@torch.no_grad()
-def multiply_into(
-    model: nn.Module, targets: Mapping[str, Target], z: Sequence[Tensor], tables: Mapping[str, Tensor]
-) -> None:
-    """Multiplies the gates into the model's weights, for good and one at a time."""
-    members = dict(model.named_parameters())
-    for name, target in targets.items():
-        members[name].copy_(multiplied(members[name], target, z, tables))
-
-
 def run(
     model: nn.Module,
     targets: Mapping[str, Kind],
-    make: Callable[[str, Tensor, Kind], Tensor],
+    make: Callable[[str, Tensor, Kind], Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:

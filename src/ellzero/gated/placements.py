@@ -98,7 +98,7 @@ def _parts(graph: Graph, inputs: bool = True) -> list[Placement]:
     """The gates on inputs and outputs of linear layers one by one, where what they read or write cannot shrink; without
     `inputs`, not on the network's own.
     """
-    frozen = _among(graph, lambda axis: axis.frozen is not None and (inputs or not axis.given))
+    frozen = graph.on(lambda axis: axis.frozen is not None and (inputs or not axis.given))
     found = []
     for tensor in _layers(graph):
         sides = {"inputs": graph.reading[tensor]} | ({"outputs": (0,)} if (tensor, (0,)) in graph.written else {})
@@ -112,18 +112,13 @@ def _given(graph: Graph, wide: bool) -> list[Placement]:
     """
     # Each layer that reads an argument has an axis of its own.
     whole = {a.argument for a in graph.axes if wide and not all(_is_wide(graph.shapes[s.tensor]) for s in a.readers)}
-    given = _among(graph, lambda axis: axis.given and axis.argument not in whole)
+    given = graph.on(lambda axis: axis.given and axis.argument not in whole)
     picking = [tensor for tensor in _layers(graph) if _lies(graph, tensor, graph.reading[tensor], given)]
     return [_part(graph, tensor, "inputs", graph.reading[tensor]) for tensor in picking]
 
 
 def _is_wide(shape: Sequence[int]) -> bool:
     return len(shape) == 2 and shape[1] > shape[0]
-
-
-def _among(graph: Graph, fits: Callable[[Axis], bool]) -> npt.NDArray[np.bool_]:
-    """For every unit, whether its axis fits."""
-    return np.repeat([fits(axis) for axis in graph.axes], [axis.size for axis in graph.axes]).astype(bool)
 
 
 def _layers(graph: Graph) -> list[str]:
@@ -176,9 +171,7 @@ def _of_layer(graph: Graph, tensor: str) -> Placement | None:
     """The gates of the layer whose weight is `tensor`, if it is one that gets gates."""
     layer, shape = _layer(tensor), graph.shapes[tensor]
     if len(shape) == 2 and tensor in graph.reading and tensor not in graph.two_faced:
-        (dim,) = graph.reading[tensor]
-        site = Site(tensor, (dim,), np.arange(shape[dim]), "reads")
-        return Placement(layer, (shape[dim],), (site,), (site,))
+        return replace(_part(graph, tensor, "inputs", graph.reading[tensor]), name=layer)
     if len(shape) > 2:
         written = [a for a in graph.axes for s in a.writers if s.tensor == tensor]
         if written and written[-1].frozen is None and not written[-1].closing:

@@ -60,14 +60,7 @@ def remaining(placement: Placement, plan: Plan | None) -> Placement:
         return placement
 
     def cut(site: Site) -> Site:
-        units = site.units
-        for axis, dim in enumerate(site.dims):
-            index = plan.rows.get(site.tensor, {}).get(dim)
-            units = units if index is None else np.take(units, index, axis)
-        if site.tensor in plan.columns and len(site.dims) > 1:
-            columns = plan.columns[site.tensor]
-            units = np.take_along_axis(units, columns.reshape(*columns.shape, *[1] * (units.ndim - 2)), 1)
-        return replace(site, units=units)
+        return replace(site, units=plan.cut(site.units, site.tensor, site.dims))
 
     return replace(
         placement, multiplies=tuple(map(cut, placement.multiplies)), counts=tuple(map(cut, placement.counts))

@@ -44,7 +44,7 @@ class Members(Protocol):
 class AbstractGate(nn.Module, ABC):
     """A module holding `shape` independent random multipliers z ~ q(z | φ).
 
-    A new family is a final subclass that provides the seven abstract methods. Those named `*_from` are functions of
+    A new family is a final subclass that provides the six abstract methods. Those named `*_from` are functions of
     φ (and noise) alone: they may use `self` only through what `constants()` returns, and must act element by element
     on tensors of any shape, because the φ of many gates are concatenated before they are called.
 
@@ -110,10 +110,6 @@ class AbstractGate(nn.Module, ABC):
         """P(z ≠ 0); a family without an atom at zero raises `NoExpectation`."""
 
     @abstractmethod
-    def evidence_from(self, phi: Phi) -> Tensor:
-        """How much speaks for keeping a unit: not negative; larger means keep."""
-
-    @abstractmethod
     def close_(self, where: Tensor) -> None:
         """Closes the gates in the mask for good: `value()` is 0 there; all others stay as they are, bit for bit."""
 
@@ -129,6 +125,10 @@ class AbstractGate(nn.Module, ABC):
         """
         if bool(where.any()):
             raise NotImplementedError(f"{type(self).__name__} has no `open_`, and closed gates cannot be opened again")
+
+    def evidence_from(self, phi: Phi) -> Tensor:
+        """How much speaks for keeping a unit: not negative; larger means keep. The default is P(z ≠ 0)."""
+        return self.prob_from(phi)
 
     def complexity_from(self, phi: Phi) -> Tensor:
         """What the family itself charges for each gate, as a loss summed over examples: a KL in nats, a norm.

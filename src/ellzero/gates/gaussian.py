@@ -1,4 +1,6 @@
-"""Gaussian multipliers, z ~ N(μ, σ²): what families of them share. What they charge is in `families`."""
+"""Gaussian multipliers, z ~ N(μ, σ²), and Gaussian noise on weights: what families of each share. What they charge is
+in `families`.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +72,29 @@ class AbstractGaussianGate(AbstractThresholdedGate):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}, threshold={self.threshold:g}"
+
+
+class AbstractWeightNoiseGate(AbstractThresholdedGate):
+    """w ~ N(θ, σ²), one gate per weight: θ is the model's own weight, log σ² the gate's parameter `log_var`."""
+
+    sees_weights: ClassVar[bool] = True
+    per_weight: ClassVar[bool] = True
+    adds: ClassVar[bool] = True
+    lacks: ClassVar[str] = "a weight with Gaussian noise is never zero"
+    log_var: nn.Parameter
+
+    @final
+    def own(self) -> Phi:
+        return self.log_var, self.members.squares()
+
+    @final
+    def spread_from(self, phi: Phi) -> Tensor:
+        """σ of the noise, not √(α·θ²), whose gradient has no end at θ = 0."""
+        return torch.where(phi[0] > 0.5, (promote(phi[1]) / 2).exp(), 0.0)
+
+    @final
+    def mean_from(self, own: Phi) -> Tensor:
+        return torch.ones_like(promote(own[0]))
 
 
 def bar_of(threshold: float) -> float:

@@ -138,9 +138,6 @@ class HardConcreteGate(AbstractGate):
     def prob_from(self, phi: Phi) -> Tensor:
         return formulas.hard_concrete_prob_nonzero(*self._split(phi), self.gamma, self.zeta)
 
-    def evidence_from(self, phi: Phi) -> Tensor:
-        return self.prob_from(phi)
-
     @torch.no_grad()
     def close_(self, where: Tensor) -> None:
         check_mask(where, self.shape)

@@ -90,9 +90,6 @@ class RectifiedGate(AbstractGate):
     def prob_from(self, phi: Phi) -> Tensor:
         return self._distribution(phi).prob_nonzero
 
-    def evidence_from(self, phi: Phi) -> Tensor:
-        return self.prob_from(phi)
-
     @torch.no_grad()
     def close_(self, where: Tensor) -> None:
         check_mask(where, self.shape)

@@ -339,6 +339,10 @@ class Graph:
                 np.add.at(out, units[units >= 0], prod(self.shapes[tensor]) / units.size)
         return out
 
+    def on(self, fits: Callable[[Axis], bool]) -> npt.NDArray[np.bool_]:
+        """For every unit, whether it is on an axis that fits; the last is for unit -1, which is on none."""
+        return np.repeat([*map(fits, self.axes), False], [*(axis.size for axis in self.axes), 1])
+
     def inside(self, block: int) -> npt.NDArray[np.bool_]:
         """For every unit, whether it lies in a block alone."""
         sizes = [a.size for a in self.axes]

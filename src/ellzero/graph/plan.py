@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph, Numbers, Served
 from ellzero.graph.resizing import resize
-from ellzero.graph.standins import WHOLE, WIDTH, pad, put_closed, put_nothing, put_scatter, put_select, put_slim
+from ellzero.graph.standins.heads import pad
+from ellzero.graph.standins.layers import put_closed, put_nothing, put_scatter, put_select
+from ellzero.graph.standins.slim import WHOLE, WIDTH, put_slim
 
 Mask = npt.NDArray[np.bool_]
 
@@ -52,13 +54,6 @@ class Shrunk:
     def back(self) -> Shrunk:
         """The way back."""
         return replace(self, was=self.now, now=self.was)
-
-    def set_eps(self, modules: Mapping[str, nn.Module]) -> None:
-        """Has the module's eps follow. Without one, torch takes the least step of the type that it computes in."""
-        module = modules[self.module]
-        eps = getattr(module, self.attribute)
-        eps = torch.finfo(next(module.parameters()).dtype).eps if eps is None else eps
-        setattr(module, self.attribute, eps * self.was / self.now)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +103,16 @@ class Plan:
             tensor = tensor.gather(1, columns.reshape(*columns.shape, *[1] * (tensor.ndim - 2)).expand(shape))
         return tensor
 
+    def cut(self, units: Numbers, name: str, dims: tuple[int, ...]) -> Numbers:
+        """What stays of the numbers that lie along these dimensions of the parameter or buffer `name`."""
+        for axis, dim in enumerate(dims):
+            index = self.rows.get(name, {}).get(dim)
+            units = units if index is None else np.take(units, index, axis)
+        if name in self.columns and len(dims) > 1:
+            columns = self.columns[name]
+            units = np.take_along_axis(units, columns.reshape(*columns.shape, *[1] * (units.ndim - 2)), 1)
+        return units
+
     def left(self, name: str, tensor: Tensor) -> Tensor:
         """What becomes of the parameter or buffer `name`: sliced, and a norm's weight scaled."""
         norm = next((n for n in self.norms if n.weight == name), None)
@@ -149,7 +154,7 @@ class Plan:
         modules = dict(model.named_modules(remove_duplicate=False))
         self._change(modules, self.left)
         _set_sizes(modules, self.sizes)
-        self._set_eps(modules, self.norms)
+        _set_eps(modules, self.norms)
         for name, (index, width) in self.selects.items():
             put_select(modules[name.rpartition(".")[0]], torch.as_tensor(index), width)
         for name, (index, outputs) in self.scatters.items():
@@ -185,13 +190,8 @@ class Plan:
 
         self._change(modules, back)
         _set_sizes(modules, {place: (was, was) for place, (was, _) in self.sizes.items()})
-        self._set_eps(modules, [n.back() for n in self.norms])
+        _set_eps(modules, [n.back() for n in self.norms])
         pad(modules.values())
-
-    def _set_eps(self, modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
-        """Once for each place that holds an eps: several norms may share it."""
-        for norm in {(id(modules[n.module]), n.attribute): n for n in norms}.values():
-            norm.set_eps(modules)
 
     def _change(self, modules: Mapping[str, nn.Module], change: Callable[[str, Tensor], Tensor]) -> None:
         """Puts something new in the place of every tensor that the plan names."""
@@ -203,17 +203,16 @@ class Plan:
         touched: dict[int, nn.Module] = {}
         with torch.no_grad():
             for places in owners.values():
-                names = [n for _, _, n in places if n in self.rows or n in self.columns]
-                if not names:
+                name = next((n for _, _, n in places if n in self.rows or n in self.columns), None)
+                if name is None:
                     continue
                 old = getattr(places[0][0], places[0][1])
-                new: Tensor = change(names[0], old.detach()).contiguous(memory_format=_format(old))
+                new: Tensor = change(name, old.detach()).contiguous(memory_format=_format(old))
                 if isinstance(old, nn.Parameter):
                     new = nn.Parameter(new, requires_grad=old.requires_grad)
                     vars(new).update(vars(old))  # what others have noted on it
                 for module, key, _ in places:  # tied weights stay tied
-                    members: dict[str, Any] = module._parameters if isinstance(new, nn.Parameter) else module._buffers
-                    members[key] = new
+                    vars(module)["_parameters" if isinstance(new, nn.Parameter) else "_buffers"][key] = new
                     touched[id(module)] = module
         for module in touched.values():
             resize(module)
@@ -228,6 +227,16 @@ def _set_sizes(modules: Mapping[str, nn.Module], sizes: Mapping[tuple[str, str],
             set_size(modules[path], attribute, size)
     for path, kept in slims.items():
         put_slim(modules[path], kept[WHOLE], kept[WIDTH])
+
+
+def _set_eps(modules: Mapping[str, nn.Module], norms: Sequence[Shrunk]) -> None:
+    """Has the eps of norms follow, once for each place that holds one: several norms may share it."""
+    for norm in {(id(modules[n.module]), n.attribute): n for n in norms}.values():
+        module = modules[norm.module]
+        eps = getattr(module, norm.attribute)
+        if eps is None:  # torch takes the least step of the type that it computes in
+            eps = torch.finfo(next(module.parameters()).dtype).eps
+        setattr(module, norm.attribute, eps * norm.was / norm.now)
 
 
 def set_size(module: nn.Module, attribute: str, size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ellzero.graph.standins import FewerHeads
+from ellzero.graph.standins.heads import FewerHeads
 
 RESIZERS: dict[type[nn.Module], Callable[[Any], None]] = {}
 
@@ -32,8 +32,12 @@ def resize(module: nn.Module) -> None:
 
 def resizer(module: nn.Module) -> Callable[[Any], None] | None:
     """What brings the attributes of a module of this type in line."""
-    known = RESIZERS | {kind: _transposed for kind in type(module).__mro__ if _path(kind) == _CONV1D}
-    return next((known[kind] for kind in type(module).__mro__ if kind in known), None)
+    for kind in type(module).__mro__:
+        if f"{kind.__module__}.{kind.__qualname__}" == _CONV1D:
+            return _transposed
+        if kind in RESIZERS:
+            return RESIZERS[kind]
+    return None
 
 
 @resizes(nn.Linear)
@@ -101,10 +105,6 @@ def _prelu(m: nn.PReLU) -> None:
 
 
 _CONV1D = "transformers.pytorch_utils.Conv1D"  # by its name: not everyone has the package
-
-
-def _path(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _transposed(m: Any) -> None:

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from ellzero.graph.axes import EPS, Graph, Layout, Numbers, Step, Stored
 from ellzero.graph.resizing import resizer
-from ellzero.graph.rules import SIZED
-from ellzero.graph.standins import WHOLE, WIDTH
+from ellzero.graph.rules.call import SIZED
+from ellzero.graph.standins.slim import WHOLE, WIDTH
 
 Place = tuple[str, str]  # a module and an attribute
 _COUNTS = re.compile(r"heads?$|^n?h$|all_head|inner|split")
@@ -82,19 +82,18 @@ def stored(model: nn.Module, graph: Graph, *forwards: Callable[[], Any]) -> tupl
     """
     laid: dict[tuple[str, int], list[Numbers]] = defaultdict(list)
     along: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
-    free = np.repeat([a.frozen is None for a in graph.axes], [a.size for a in graph.axes])
+    free = graph.on(lambda axis: axis.frozen is None)
     for served in graph.served:
         free[served.heads] = free[served.queries].all()
     for step, units in group_norms(graph):
         if free[units[units >= 0]].any():
             laid[step.module, len(units)].append(units)
             along[step.module, step.made[0][0]].add(_GROUPS)
-    for step in graph.steps:
-        for layout in step.made if step.op in SIZED else ():
-            for d, units in _along(layout):
-                if free[units].all() and not _repeated(graph, step, units):
-                    laid[step.module, len(units)].append(units)
-                    along[step.module, layout[0]].add(d)
+    for step, layout in _laid(graph):
+        for d, units in _along(layout):
+            if free[units].all() and not _repeated(graph, step, units):
+                laid[step.module, len(units)].append(units)
+                along[step.module, layout[0]].add(d)
     found: dict[tuple[str, int], list[Stored]] = defaultdict(list)
     for path, module in model.named_modules():
         follows = resizer(module) is not None and not (_is_bare(module) or _has_own_forward(module))
@@ -144,8 +143,7 @@ def numbers_in_settings(model: nn.Module, graph: Graph, axes: Sequence[int]) -> 
     """
     for k in (k for k in axes if graph.axes[k].heads):
         units = np.arange(graph.offsets[k], graph.offsets[k] + graph.axes[k].size)
-        laid = (step for step in graph.steps if step.op in SIZED)
-        here = {step.module for step in laid for made in step.made for _, way in _along(made) if way[0] in units}
+        here = {step.module for step, layout in _laid(graph) for _, way in _along(layout) if way[0] in units}
         for path in sorted(here):
             for holder, kept in settings_of(model.get_submodule(path)):
                 for name, size in vars(kept).items():
@@ -156,22 +154,21 @@ def numbers_in_settings(model: nn.Module, graph: Graph, axes: Sequence[int]) -> 
 
 def _ways(graph: Graph, path: str, size: int) -> list[Numbers]:
     """The units along dimensions of this size in the forward of a module, if they are the same everywhere."""
-    steps = (step for step in graph.steps if step.op in SIZED and step.module == path)
-    ways = [way for step in steps for made in step.made for _, way in _along(made) if len(way) == size]
+    here = (layout for step, layout in _laid(graph) if step.module == path)
+    ways = [way for layout in here for _, way in _along(layout) if len(way) == size]
     return ways if all(np.array_equal(np.sort(way), np.sort(ways[0])) for way in ways) else []
 
 
 def parts_of_reshapes(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Numbers]]:
     """Of these axes those of heads that a forward lays out in a number of parts: as many stay in each."""
     for k in (k for k in axes if graph.axes[k].heads):
-        for step in (step for step in graph.steps if step.op in SIZED):
-            for numbers in (n for _, carried in step.made for n in carried.values() if n.ndim > 1 and n.size):
-                parts = [np.unique(row) for row in numbers.reshape(len(numbers), -1)]
-                apart = np.unique(np.concatenate(parts))
-                several = len(parts) > 1 and all(len(part) == len(parts[0]) > 1 for part in parts)
-                whole = np.arange(graph.offsets[k], graph.offsets[k] + graph.axes[k].size)
-                if several and np.array_equal(apart, whole) and len(apart) == sum(map(len, parts)):
-                    yield k, np.stack(parts)
+        for numbers in (n for _, (_, carried) in _laid(graph) for n in carried.values() if n.ndim > 1 and n.size):
+            parts = [np.unique(row) for row in numbers.reshape(len(numbers), -1)]
+            apart = np.unique(np.concatenate(parts))
+            several = len(parts) > 1 and all(len(part) == len(parts[0]) > 1 for part in parts)
+            whole = np.arange(graph.offsets[k], graph.offsets[k] + graph.axes[k].size)
+            if several and np.array_equal(apart, whole) and len(apart) == sum(map(len, parts)):
+                yield k, np.stack(parts)
 
 
 def widths_of_inputs(model: nn.Module, graph: Graph, axes: Sequence[int]) -> Iterator[tuple[int, Stored]]:
@@ -195,12 +192,11 @@ def _side_by_side(model: nn.Module, graph: Graph) -> Iterator[tuple[int, str, Nu
     """Axes of heads, modules of one's own that lay them along a last dimension as they are read, and the units."""
     for j, axis in enumerate(graph.axes):
         read = [s.units + graph.offsets[j] for s in axis.readers if len(s.dims) == 1 and (s.units >= 0).all()]
-        for step in graph.steps if axis.heads else ():
-            for shape, carried in step.made if step.op in SIZED else ():
-                units = carried.get((len(shape) - 1,))
-                laid = units is not None and any(np.array_equal(units, way) for way in read)
-                if units is not None and laid and resizer(model.get_submodule(step.module)) is None:
-                    yield j, step.module, units
+        for step, (shape, carried) in _laid(graph) if axis.heads else ():
+            units = carried.get((len(shape) - 1,))
+            laid = units is not None and any(np.array_equal(units, way) for way in read)
+            if units is not None and laid and resizer(model.get_submodule(step.module)) is None:
+                yield j, step.module, units
 
 
 def _comes_in(graph: Graph, module: str, units: Numbers) -> bool:
@@ -269,6 +265,11 @@ def _watched(model: nn.Module, candidates: list[Stored], forwards: Sequence[Call
         for module, s in marked:
             setattr(module, s.attribute, len(s.units))
     return watch.seen
+
+
+def _laid(graph: Graph) -> Iterator[tuple[Step, Layout]]:
+    """What operations make that are told sizes."""
+    return ((step, layout) for step in graph.steps if step.op in SIZED for layout in step.made)
 
 
 def _along(layout: Layout) -> Iterator[tuple[int, Numbers]]:

@@ -154,17 +154,17 @@ def of_one_example(products: list[Product], doubled: list[Product], batch: int) 
     ]
 
 
-def unify(ties: Ties, names: dict[str, str], single: bool = True) -> Graph:
+def unify(ties: Ties, single: bool = True) -> Graph:
     """Turns what was said about atoms into units and axes.
 
     Units with the same signature (the tensors' dimensions they lie on, and how often on each) form one axis, named
-    after the module in `names` that owns the tensor. One frozen unit freezes its whole axis: whatever looks at a unit
-    by position would look at another one after a removal. Queries that share a head of keys are units of their own if
-    they can be, and if they shall (`single`); else they and their head are one.
+    after the module that owns the tensor. One frozen unit freezes its whole axis: whatever looks at a unit by position
+    would look at another one after a removal. Queries that share a head of keys are units of their own if they can be,
+    and if they shall (`single`); else they and their head are one.
     """
     pairs, served = _apart(ties) if single else (_tied(ties.served), [])
     root = classes(ties.count, [*ties.pairs, *pairs])
-    finder = _Finder(ties, root, names, [s.heads for s in served])
+    finder = _Finder(ties, root, [s.heads for s in served])
     unit = np.full(ties.count, -1)  # unit number of each class root
     axes: list[Axis] = []
     total = 0
@@ -259,8 +259,8 @@ def _side_by_side(units: Numbers, places: Sequence[int]) -> bool:
 class _Finder:
     """Where classes of atoms lie: each place is a dimension of a tensor, or a table over several."""
 
-    def __init__(self, ties: Ties, root: Numbers, names: dict[str, str], serving: Sequence[Numbers] = ()) -> None:
-        self.ties, self.root, self.names = ties, root, names
+    def __init__(self, ties: Ties, root: Numbers, serving: Sequence[Numbers]) -> None:
+        self.ties, self.root = ties, root
         self.reads, self.writes, self.rides = (ties.mask(ties.roles[role]) for role in ("reads", "writes", "rides"))
         self.ignored, self.added = ties.mask(ties.ignored), ties.mask(ties.added)
         self.shares = ties.mask(ties.shares)
@@ -335,7 +335,7 @@ class _Finder:
             why = "no weight reads it, so no gate could close it"
         shared = next((s for s in closing if s.tensor in self.two_faced), None)  # an embedding that is the head too
         first = shared or next((s for s in sites if s.role == "writes"), sites[0])
-        name = self.names.get(first.tensor) or first.tensor
+        name = first.tensor.rpartition(".")[0] or first.tensor
         if all(s.role == "reads" for s in sites):
             name += ".input"
         stream, heads = bool(self.streams[roots].any()), bool(self.attending[roots].all())

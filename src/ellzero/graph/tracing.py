@@ -11,7 +11,7 @@ import operator
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -27,8 +27,13 @@ from ellzero.graph.axes import Graph, Numbers, Step
 from ellzero.graph.forwards.copying import whole_copy
 from ellzero.graph.forwards.exporting import Untraced, program
 from ellzero.graph.forwards.recording import copied, flat, mapped, walked
-from ellzero.graph.rules import PICKS, REDUCTIONS, RULES, SIZED, Call, mean_square, tensors, unknown, written_out, zero
+from ellzero.graph.rules.call import RULES, SIZED, Call, tensors, unknown
+from ellzero.graph.rules.closing import zero
 from ellzero.graph.rules.entrywise import BENDING
+from ellzero.graph.rules.mixing import REDUCTIONS
+from ellzero.graph.rules.norms import mean_square, written_out
+from ellzero.graph.rules.shapes import PICKS
+from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.stored import groups_of_a_forward, stored, told_apart
 from ellzero.graph.ties import Ties, of_one_example, unify
 from ellzero.graph.values import Dims, Value, freeze, narrow
@@ -140,22 +145,25 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
         raise TraceError(f"{what}: {why + hint if why else first_line(error)}") from error
     was = told_apart(model)
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
-    asked = walk(model, ties, inputs, deadline, watch=watch or _watched)
+    try:
+        asked = (watch or _watched)(model, inputs)
+    except Exception as error:
+        raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
+    walk(model, ties, inputs, deadline)
     turns = asked()
     walk(model, ties, _doubled(inputs), deadline, training=True)
     ties.products = of_one_example(ties.products, ties.doubled, batch_size(inputs))
     ties.steps = [replace(s, numbers=tuple(was.get(n, n) for n in s.numbers)) for s in ties.steps]
-    names = {name: name.rpartition(".")[0] for name in ties.shapes}
-    graph = _complete(unify(ties, names), model, inputs)
+    graph = _complete(unify(ties), model, inputs, turns)
     if graph.served:
-        graph = replace(graph, grouped=_complete(unify(ties, names, single=False), model, inputs, turns))
+        graph = replace(graph, grouped=_complete(unify(ties, single=False), model, inputs, turns))
     for p in model.parameters():  # what an export leaves behind holds on to them until garbage is collected
         p.data = p.data.new_empty(0)
-    return replace(graph, turns=turns)
+    return graph
 
 
-def _complete(graph: Graph, model: nn.Module, inputs: Inputs, turns: tuple[str, ...] = ()) -> Graph:
-    """The graph with the numbers that modules keep."""
+def _complete(graph: Graph, model: nn.Module, inputs: Inputs, turns: tuple[str, ...]) -> Graph:
+    """The graph with the numbers that modules keep, and what makes the forward take another way."""
     with mode(model, False), torch.no_grad():
         kept = stored(model, graph, partial(run_hollow, model, inputs), partial(run, model, inputs))
     graph = replace(graph, stored=kept, turns=turns)
@@ -173,16 +181,9 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def walk(
-    model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False, watch: Watch | None = None
-) -> Callable[[], tuple[str, ...]]:
+def walk(model: nn.Module, ties: Ties, inputs: Inputs, deadline: float, *, training: bool = False) -> None:
     """Lets the rules speak about one forward. Training is left out where the model has none, or takes no such batch."""
-    try:
-        asked = watch(model, inputs) if watch else tuple
-    except Exception as error:
-        raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
-    _Walk(model, ties, canonical_names(model), deadline).go(inputs, training)
-    return asked
+    _Walk(model, ties, deadline, training).go(inputs)
 
 
 def _watched(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
@@ -228,14 +229,14 @@ def _doubled(inputs: Inputs) -> Inputs:
 
 
 class _Walk:
-    """One walk over an exported program per call of `go`, all into the same ties."""
+    """One walk over the operations of a forward."""
 
-    def __init__(self, model: nn.Module, ties: Ties, names: dict[str, str], deadline: float):
-        self.model, self.ties, self.names, self.deadline = model, ties, names, deadline
-        self.modules = dict(model.named_modules())
+    def __init__(self, model: nn.Module, ties: Ties, deadline: float, training: bool) -> None:
+        self.model, self.ties, self.deadline, self.training = model, ties, deadline, training
+        self.names, self.modules = canonical_names(model), dict(model.named_modules())
 
-    def go(self, inputs: Inputs, training: bool) -> None:
-        found = self._program(inputs, training)
+    def go(self, inputs: Inputs) -> None:
+        found = self._program(inputs)
         if found is None:
             return
         graph, members = found
@@ -256,20 +257,20 @@ class _Walk:
             if time.monotonic() > self.deadline:
                 raise TraceError(f"tracing ran past its `limit` at operation {number} of {len(nodes)}, `{node.target}`")
             progress(f"tracing, operation {number} of {len(nodes)} ({node.name})")
-            values[node] = self._value(node, number, values, members, training)
-            self._link(node, number, values, training)
+            values[node] = self._value(node, number, values, members)
+            self._link(node, number, values)
 
-    def _program(self, inputs: Inputs, training: bool) -> tuple[torch.fx.Graph, dict[str, str]] | None:
+    def _program(self, inputs: Inputs) -> tuple[torch.fx.Graph, dict[str, str]] | None:
         """The operations of a forward; None where the model has no such one: what the first walk saw stands then."""
-        with mode(self.model, training), warnings.catch_warnings(action="ignore"):
+        with mode(self.model, self.training), warnings.catch_warnings(action="ignore"):
             try:
-                return program(self.model, inputs, training)
+                return program(self.model, inputs, self.training)
             except Untraced as error:
-                if training:  # what depends on data, or rejects the batch
+                if self.training:  # what depends on data, or rejects the batch
                     return None
                 raise TraceError(str(error)) from error
 
-    def _value(self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str], training: bool) -> Any:
+    def _value(self, node: Any, number: int, values: dict[Any, Any], members: dict[str, str]) -> Any:
         if node.op == "placeholder":
             return self._given(node, members)
         if node.op == "output":
@@ -283,7 +284,7 @@ class _Walk:
         if node.target is operator.getitem:
             return values[node.args[0]][node.args[1]]
         args = _bound(node, values)
-        call = self._call(node, training)
+        call = self._call(node)
         call.fed = any(value.lineage & self.given for value in tensors(args))
         if call.op.startswith(("_assert", "sym_")) or not call.shapes:
             return _OF_DATA
@@ -292,7 +293,8 @@ class _Walk:
             call.numbers = tuple(leaf for leaf in leaves if isinstance(leaf, int | float | str))
         told = any(leaf is _OF_DATA for leaf in leaves)
         why = f"{call.where} gets a number that only the data tell, as an `item()` does" if told else None
-        if not told and _of_data(call.shapes, tensors(args)):
+        sizes = [n for shape in (*call.shapes, *(v.shape for v in tensors(args))) for n in shape]
+        if not told and not all(isinstance(n, int) for n in sizes):
             why = f"{call.where} has as many entries as the data tell, as a mask or `nonzero` does"
         rule = None if why else rule
         if node not in self.seen and call.op in REDUCTIONS.split():
@@ -304,7 +306,7 @@ class _Walk:
             result = rule(call, *args) if rule else unknown(call, tensors(args), why)
         for name in call.reads:
             owner = name.rpartition(".")[0]
-            own = call.module == owner and isinstance(self.modules.get(owner), _LAYERS)
+            own = call.module == owner and isinstance(self.modules.get(owner), CONTRACTING)
             self.ties.in_own_module[name] = own and self.ties.in_own_module.get(name, True)
         for value in tensors(args):
             if value.source is not None and rule is None:
@@ -342,7 +344,7 @@ class _Walk:
         kind = "a constant of the model" if name.startswith(("c_", "lifted")) else "the model's input"
         return Value(tuple(value.shape), why=f"{kind} `{name}`")
 
-    def _call(self, node: Any, training: bool) -> Call:
+    def _call(self, node: Any) -> Call:
         stack = list(node.meta.get("nn_module_stack", {}).values())  # of an export
         module = stack[-1][0].removeprefix("L['self']").removeprefix(".") if stack else node.meta.get("module", "")
         target = node.target
@@ -351,9 +353,9 @@ class _Walk:
         name = name[:-1] if name.endswith("_") and not name.endswith("__") else name
         shapes = [tuple(t.shape) for t in flat(node.meta.get("val")) if isinstance(t, Tensor)]
         kept = vars(self.modules[module]) if module in self.modules else {}
-        return Call(self.ties, name, module, shapes, self.batch, evaluates=not training, settings=kept)
+        return Call(self.ties, name, module, shapes, self.batch, evaluates=not self.training, settings=kept)
 
-    def _link(self, node: Any, number: int, values: dict[Any, Any], training: bool) -> None:
+    def _link(self, node: Any, number: int, values: dict[Any, Any]) -> None:
         """Gives the value its place in the forward: its step, and the bit set of the steps it depends on."""
         ancestors = 0
         call = node.meta.get("ellzero") or Call(self.ties, str(node.target), "", [], 1)
@@ -367,7 +369,7 @@ class _Walk:
                 value.step, value.ancestors = number, ancestors
         self.ties.contracting |= call.contracts << number
         self.ties.bending |= (call.op in BENDING) << number
-        if not training:
+        if not self.training:
             is_input = node.op == "placeholder" and bool(made) and "the model's input" in made[0].why
             fed = tuple(self.index[n] for n in node.all_input_nodes)
             laid = tuple((v.shape, dict(v.carried)) for v in made if node.op != "placeholder")
@@ -404,14 +406,6 @@ def _lay_out(ties: Ties, value: Value, there: Mapping[Dims, Any]) -> None:
         for group in [g for g in value.carried if set(g) < set(dims) and max(dims) < value.ndim]:
             spread = value.carried.pop(group).reshape([value.shape[d] if d in group else 1 for d in dims])
             value.carried[dims] = np.array(np.broadcast_to(spread, [value.shape[d] for d in dims]))
-
-
-def _of_data(sizes: Sequence[tuple[Any, ...]], values: Sequence[Value]) -> bool:
-    """Whether a size is one that only the data tells."""
-    return any(not isinstance(n, int) for shape in (*sizes, *(v.shape for v in values)) for n in shape)
-
-
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _bound(node: Any, values: dict[Any, Any]) -> list[Any]:

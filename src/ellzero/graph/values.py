@@ -141,8 +141,6 @@ def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> 
                         ties.freeze(theirs[g], "two axes that are laid out differently meet in it")
                 continue
         met = [theirs[block] for theirs, _, _ in placed if block in theirs]
-        if not met:
-            continue
         for other in met[1:]:
             ties.tie(met[0], other)
         meets = [why for theirs, full, why in placed if block not in theirs and full.intersection(block)]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ellzero.graph.forwards.copying import put
-from ellzero.graph.standins import ResponseNorm, RootMeanSquare
+from ellzero.graph.standins.norms import ResponseNorm, RootMeanSquare
 from ellzero.graph.trials.centring import subtract_none
 from ellzero.graph.trials.numbering import HeadNumbers, put_numbers
 from ellzero.graph.trials.routing import Shares, put_shares

@@ -26,22 +26,21 @@ from ellzero.gated.module import Gated
 from ellzero.graph.axes import EPS
 from ellzero.graph.plan import set_size
 from ellzero.graph.resizing import resize, resizer
-from ellzero.graph.standins import (
+from ellzero.graph.standins.heads import pad
+from ellzero.graph.standins.layers import (
     CONTRACTING,
     Closed,
     Nothing,
-    RootMeanSquare,
     Scatter,
     Select,
-    Slim,
     following,
-    pad,
     put_closed,
     put_nothing,
     put_scatter,
     put_select,
-    put_slim,
 )
+from ellzero.graph.standins.norms import RootMeanSquare
+from ellzero.graph.standins.slim import Slim, put_slim
 from ellzero.graph.stored import settings_of
 from ellzero.graph.tracing import canonical_names
 from ellzero.graph.trials import fingerprint

@@ -23,7 +23,7 @@ from ellzero.experiments.arena.contest import METHODS, Contest
 from ellzero.experiments.arena.loop import BATCH, DECAY, RATE, Loop
 from ellzero.experiments.data import Tensors, epoch_generator, load, scaled, shuffled, stand_in
 from ellzero.experiments.networks import Network, find
-from ellzero.graph.standins import Closed
+from ellzero.graph.standins.layers import Closed
 from support.noise import quartered
 from support.oracles import counted_macs, numel
 

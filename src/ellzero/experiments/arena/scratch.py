@@ -12,7 +12,7 @@ from torch import nn
 
 from ellzero.experiments.arena import counting
 from ellzero.experiments.arena.bout import Bout, Method
-from ellzero.graph.standins import Closed
+from ellzero.graph.standins.layers import Closed
 from ellzero.out import saving
 from ellzero.out.bounding.pacing import LEARNING
 

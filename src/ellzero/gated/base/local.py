@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ellzero.gated.multiplying import Factor, Target, laid_out
 from ellzero.gated.placements import Placement
 from ellzero.gates.abstract import AbstractGate, draw, noise
+from ellzero.graph.standins.layers import CONTRACTING
 
 TINY = 1e-8  # added to a variance under the root, whose slope has no end at zero
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _CALLS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 Layer = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # linear in the input, and in weight and bias together
 
@@ -134,8 +134,8 @@ def refuse_unfit(
     for name, target in targets.items():
         for *path, _ in target.holders:
             layer = model.get_submodule(".".join(path))
-            if type(layer) not in _LAYERS:
-                kinds = ", ".join(kind.__name__ for kind in _LAYERS)
+            if type(layer) not in CONTRACTING:
+                kinds = ", ".join(kind.__name__ for kind in CONTRACTING)
                 kind = type(layer).__name__
                 raise ValueError(f"`per_example` needs gates on layers of type {kinds}, and `{name}` is in a {kind}")
             on_units = any(not gates[part.number].adds and not _along_inputs(part, target) for part in target.factors)

@@ -82,10 +82,6 @@ class AbstractBernoulliGate(AbstractGate):
         return torch.sigmoid(self.logit_from(phi))
 
     @final
-    def evidence_from(self, phi: Phi) -> Tensor:
-        return self.prob_from(phi)
-
-    @final
     @torch.no_grad()
     def learn_(self, u: Tensor, loss: Tensor, mirrored: Tensor | None) -> None:
         """Adds the estimator's gradient of E[loss] to that of φ; `u` is the noise that the gates were drawn from."""
@@ -116,14 +112,8 @@ class AbstractBernoulliGate(AbstractGate):
         ajar = max(edge, math.log(AJAR / (1 - AJAR))) + 0.1  # as little as the threshold allows
         self.log_odds.masked_fill_(where, (max(edge, 0.0) - CLOSED if wide else ajar) / self.sharpness)
 
-    @final
     def extra_repr(self) -> str:
-        told = f"estimator={self.estimator}, threshold={self.threshold:g}"
-        return f"{tuple(self.shape)}, {told}{self.more()}"
-
-    def more(self) -> str:
-        """What else a family shows."""
-        return ""
+        return f"{tuple(self.shape)}, estimator={self.estimator}, threshold={self.threshold:g}"
 
 
 @final

@@ -56,9 +56,6 @@ class DropoutGate(AbstractGate):
     def prob_from(self, phi: Phi) -> Tensor:
         return promote(phi[0])
 
-    def evidence_from(self, phi: Phi) -> Tensor:
-        return promote(phi[0])
-
     @torch.no_grad()
     def close_(self, where: Tensor) -> None:
         check_mask(where, self.shape)

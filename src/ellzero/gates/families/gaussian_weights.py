@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from ellzero.gates.abstract import Phi
 from ellzero.gates.formulas import promote
+from ellzero.gates.gaussian import AbstractWeightNoiseGate
 from ellzero.gates.hard_concrete import INIT_STD
-from ellzero.gates.thresholded import AbstractThresholdedGate
 
 
 @final
-class GaussianWeightGate(AbstractThresholdedGate):
+class GaussianWeightGate(AbstractWeightNoiseGate):
     """w ~ N(θ, σ²) under p(w) = N(0, 1), one gate per weight, all of them open (Louizos, Ullrich & Welling, 2017).
 
     KL = ½(σ² + θ² − 1 − log σ²), summed by `l0.complexity`; at test time θ. It closes nothing itself: units go by a
@@ -32,11 +32,6 @@ class GaussianWeightGate(AbstractThresholdedGate):
         ValueError: if `most` is not positive; when attached, if it is not on single weights.
     """
 
-    sees_weights: ClassVar[bool] = True
-    per_weight: ClassVar[bool] = True
-    adds: ClassVar[bool] = True
-    lacks: ClassVar[str] = "a weight with Gaussian noise is never zero"
-
     def __init__(self, shape: int | Sequence[int], *, most: float | None = None) -> None:
         super().__init__(shape, bar=0.0)
         if most is not None and not 0 < most < math.inf:
@@ -44,23 +39,14 @@ class GaussianWeightGate(AbstractThresholdedGate):
         self.most, self.acts_after_steps = most, most is not None
         self.log_var = nn.Parameter(torch.empty(self.shape).normal_(-9.0, INIT_STD))
 
-    def own(self) -> Phi:
-        return self.log_var, self.members.squares()
-
     def own_constants(self) -> tuple[Hashable, ...]:
         return ()
 
     def noisy_from(self, own: Phi, u: Tensor) -> Tensor:
         return self.mean_from(own)
 
-    def spread_from(self, phi: Phi) -> Tensor:
-        return torch.where(phi[0] > 0.5, (promote(phi[1]) / 2).exp(), 0.0)
-
-    def mean_from(self, own: Phi) -> Tensor:
-        return torch.ones_like(promote(own[0]))
-
     def signal_from(self, own: Phi) -> Tensor:
-        return torch.ones_like(promote(own[0]))
+        return self.mean_from(own)
 
     def charge_from(self, own: Phi) -> Tensor:
         log_var = promote(own[0])

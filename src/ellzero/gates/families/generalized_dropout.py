@@ -71,5 +71,5 @@ class GeneralizedDropoutGate(AbstractBernoulliGate):
         normalizer = math.lgamma(self.a) + math.lgamma(self.b) - math.lgamma(self.a + self.b)
         return (1 - self.a) * logsigmoid(logit) + (1 - self.b) * logsigmoid(-logit) + normalizer
 
-    def more(self) -> str:
-        return f", a={self.a:g}, b={self.b:g}"
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, a={self.a:g}, b={self.b:g}"

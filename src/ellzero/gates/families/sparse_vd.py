@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,7 @@ from torch.nn.functional import softplus
 
 from ellzero.gates.abstract import Phi
 from ellzero.gates.formulas import promote
-from ellzero.gates.gaussian import bar_of
-from ellzero.gates.thresholded import AbstractThresholdedGate
+from ellzero.gates.gaussian import AbstractWeightNoiseGate, bar_of
 
 TINY = 1e-16  # added to θ² under a logarithm
 FARTHEST = 8.0  # |log α| beyond which the KL is not followed
@@ -28,7 +27,7 @@ def log_uniform_kl(log_alpha: Tensor) -> Tensor:
 
 
 @final
-class SparseVDGate(AbstractThresholdedGate):
+class SparseVDGate(AbstractWeightNoiseGate):
     """w ~ N(θ, σ²) under p(|w|) ∝ 1/|w|, one gate per weight (Molchanov et al., *Variational Dropout Sparsifies Deep
     Neural Networks*, 2017).
 
@@ -59,11 +58,6 @@ class SparseVDGate(AbstractThresholdedGate):
         6
     """
 
-    sees_weights: ClassVar[bool] = True
-    per_weight: ClassVar[bool] = True
-    adds: ClassVar[bool] = True
-    lacks: ClassVar[str] = "a weight with Gaussian noise is never zero"
-
     def __init__(
         self, shape: int | Sequence[int], *, threshold: float = 3.0, start: float = -10.0, clip: bool = True
     ) -> None:
@@ -73,9 +67,6 @@ class SparseVDGate(AbstractThresholdedGate):
         self.threshold, self.clip = float(threshold), bool(clip)
         self.log_var = nn.Parameter(torch.full(self.shape, float(start)))
 
-    def own(self) -> Phi:
-        return self.log_var, self.members.squares()
-
     def own_constants(self) -> tuple[Hashable, ...]:
         return (self.clip,)
 
@@ -83,13 +74,6 @@ class SparseVDGate(AbstractThresholdedGate):
         if not self.clip:
             return self.mean_from(own)
         return torch.where(self.signal_from(own) > self.bar, self.mean_from(own), 0.0)
-
-    def spread_from(self, phi: Phi) -> Tensor:
-        """σ of the noise, not √(α·θ²), whose gradient has no end at θ = 0."""
-        return torch.where(phi[0] > 0.5, (promote(phi[1]) / 2).exp(), 0.0)
-
-    def mean_from(self, own: Phi) -> Tensor:
-        return torch.ones_like(promote(own[0]))
 
     def signal_from(self, own: Phi) -> Tensor:
         return (-_log_alpha(own) / 2).exp()

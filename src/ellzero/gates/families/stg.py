@@ -61,9 +61,6 @@ class STGGate(AbstractGate):
         prob: Tensor = torch.special.ndtr((promote(phi[0]) + 0.5) / self.sigma)
         return prob
 
-    def evidence_from(self, phi: Phi) -> Tensor:
-        return self.prob_from(phi)
-
     @torch.no_grad()
     def close_(self, where: Tensor) -> None:
         check_mask(where, self.shape)

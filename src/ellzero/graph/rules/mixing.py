@@ -57,8 +57,7 @@ def group_norm(call: Call, x: Value, groups: int, *rest: Any) -> Value:
 
 @couples(*ALONG_ONE.split())
 def along_one(call: Call, x: Value, *rest: Any) -> list[Value]:
-    numbers = [r for r in rest if isinstance(r, int) and not isinstance(r, bool)]
-    dim = numbers[1] if call.op == "topk" and len(numbers) > 1 else numbers[0] if numbers else -1
+    dim = next((r for r in rest if isinstance(r, int) and not isinstance(r, bool)), -1)
     carried = values.without(call.ties, x, [axis(dim, x.ndim)], call.mixes())
     return [Value(shape, carried, f"the output of {call.where}") for shape in call.shapes]
 

@@ -24,19 +24,19 @@ def with_shares(call: Call, logits: Value, share: Value) -> Value:
 
 
 @couples("softmax", "_softmax")
-def softmax(call: Call, x: Value, dim: int, *rest: Any) -> Value | list[Value]:
+def softmax(call: Call, x: Value, dim: int, *_: Any) -> Value | list[Value]:
     """Over all experts: those that are closed have no part in it."""
     if x.zero == "low" and _lowest(x, dim) is not None:
         return Value(call.shape, dict(x.carried), x.why)
-    return along_one(call, x, dim, *rest)
+    return along_one(call, x, dim)
 
 
 @couples("topk")
-def topk(call: Call, x: Value, k: int, dim: int = -1, largest: bool = True, *rest: Any) -> Value | list[Value]:
+def topk(call: Call, x: Value, k: int, dim: int = -1, largest: bool = True, *_: Any) -> Value | list[Value]:
     """The experts with the largest shares, by number."""
     atoms = _lowest(x, dim)
     if atoms is None or not largest:
-        return along_one(call, x, k, dim, largest, *rest)
+        return along_one(call, x, dim)
     call.ties.least.append((atoms, k))
     carried = {g: a for g, a in x.carried.items() if axis(dim, x.ndim) not in g}
     made = [Value(shape, dict(carried), f"the output of {call.where}") for shape in call.shapes]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ellzero.graph.axes import Block, Graph, Site, Step
 from ellzero.graph.forwards.copying import lean
 from ellzero.graph.rules.closing import KEEPS
-from ellzero.graph.standins import CONTRACTING, first_tensor
+from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.tracing import Inputs, mode, places, run, run_hollow
 from ellzero.graph.trials.running import seeded
 
@@ -144,7 +144,8 @@ class _Steps:
         if step.op in _LINEAR or step.op in _NORMS:
             given = [self.steps[i].tensor for i in step.inputs[1:]]
             mine = [tensor for tensor in given if tensor in self.parameters]
-            fits = bool(mine) and all(given) and given[0] == mine[0] and own.issuperset(self._at(step, mine))
+            at = {i for i in step.inputs if self.steps[i].tensor in mine}
+            fits = bool(mine) and all(given) and given[0] == mine[0] and own.issuperset(at)
             return mine if fits else None
         if step.op in _GROUPED:
             weight = step.inputs[1]
@@ -165,9 +166,6 @@ class _Steps:
         cut = step.op.endswith("getitem>") and self.steps[step.inputs[0]].op in _CUTS
         begins = step.op in _SUMS and step.numbers[:1] == (0,)  # as `sum` does
         return self.ends(step.inputs[0], own) if step.op in _KEEPS or cut or begins else None
-
-    def _at(self, step: Step, tensors: list[str]) -> set[int]:
-        return {i for i in step.inputs if self.steps[i].tensor in tensors}
 
 
 class _Modules:
@@ -249,13 +247,11 @@ def _alike(model: nn.Module, inputs: Inputs) -> dict[str, tuple[int, bool]]:
 
     def note(path: str, _: Any, args: Any, kwargs: Any, out: Any) -> None:
         first = out[0] if isinstance(out, tuple) and out else out
-        try:
-            given = first_tensor(args, kwargs)
-        except StopIteration:
-            given = None
-        fits = isinstance(first, Tensor) and given is not None and given.is_floating_point()
-        same = fits and isinstance(first, Tensor) and given is not None and first.shape == given.shape
-        found[path].add((len(out) if isinstance(out, tuple) else 0, same) if fits else None)
+        given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+        kind = None
+        if isinstance(first, Tensor) and given is not None and given.is_floating_point():
+            kind = len(out) if isinstance(out, tuple) else 0, first.shape == given.shape
+        found[path].add(kind)
 
     model = lean(model)
     for way in (run_hollow, run):

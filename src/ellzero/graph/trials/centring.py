@@ -16,10 +16,11 @@ from torch import nn
 
 from ellzero.graph.axes import Axis, Graph, Norm
 from ellzero.graph.forwards.copying import duplicate, put
-from ellzero.graph.standins import RootMeanSquare, pad
+from ellzero.graph.standins.heads import pad
+from ellzero.graph.standins.norms import RootMeanSquare
 from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
 from ellzero.graph.trials.responding import response_norms
-from ellzero.graph.trials.running import agree, disturb, outputs, stirred, watched
+from ellzero.graph.trials.running import agree, cast, disturb, outputs, stirred, watched
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,13 +60,13 @@ def centred(model: M, example_inputs: Any) -> M:
     inputs = as_inputs(example_inputs)
     devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=devices):
-        graph = trace(model, inputs[1] or inputs[0])
+        graph = trace(model, example_inputs)
         streams = _streams(model, graph)
         reasons = [_changes(model, graph, stream, inputs) for stream in streams]
         responses = response_norms(model, graph, inputs)
         good = [stream for stream, reason in zip(streams, reasons, strict=True) if reason is None]
         if good:
-            still = _uncentred(trace(_centred(model, graph, good), inputs[1] or inputs[0]))
+            still = _uncentred(trace(_centred(model, graph, good), example_inputs))
             paths = [(stream, [norm.module for norm in stream.norms]) for stream in good]
             reasons += [
                 f"the units of `{norms[0]}` reach `{still[n]}`" for _, norms in paths for n in norms if n in still
@@ -116,7 +117,7 @@ def _changes(model: nn.Module, graph: Graph, stream: _Stream, inputs: Inputs) ->
     for seed in (0, 1):
         trial = duplicate(model).double().eval()
         disturb(trial, seed)
-        given = stirred(_doubled(inputs), seed)
+        given = stirred(cast(inputs, torch.float64), seed)
         try:
             before, tolerance = watched(trial, given, fine=1e-9)
         except Exception:  # it takes no other numbers
@@ -130,14 +131,6 @@ def _changes(model: nn.Module, graph: Graph, stream: _Stream, inputs: Inputs) ->
         if not agree(before, after, tolerance):
             return f"the input of `{stream.norms[0].module}` is read beside it, or written by more than a linear map"
     return None
-
-
-def _doubled(inputs: Inputs) -> Inputs:
-    def double(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    out: Inputs = torch.utils._pytree.tree_map(double, inputs)
-    return out
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 
 from ellzero.graph.axes import Graph, Numbers
 from ellzero.graph.plan import Mask, make_plan
-from ellzero.graph.standins import put_select
+from ellzero.graph.standins.layers import put_select
 from ellzero.graph.tracing import first_line
 from ellzero.graph.trials.running import agree
 from ellzero.graph.trials.scenes import Scene

@@ -16,7 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ellzero.graph.forwards.copying import duplicate
-from ellzero.graph.standins import Closed, FewerHeads, Nothing, Padded, Scatter, Select, Slim
+from ellzero.graph.standins.heads import FewerHeads, Padded
+from ellzero.graph.standins.layers import Closed, Nothing, Scatter, Select
+from ellzero.graph.standins.slim import Slim
 from ellzero.graph.tracing import Inputs
 from ellzero.graph.trials.running import outputs
 

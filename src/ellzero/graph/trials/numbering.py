@@ -76,12 +76,12 @@ def numbered(model: M, example_inputs: Any) -> M:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     inputs = as_inputs(example_inputs)
-    example = inputs[1] or inputs[0]
-    stuck = {axis.name: axis for axis in trace(model, example).axes if (axis.frozen or "").endswith(OF_EACH_HEAD)}
+    axes = trace(model, example_inputs).axes
+    stuck = {axis.name: axis for axis in axes if (axis.frozen or "").endswith(OF_EACH_HEAD)}
     found = {path: (stuck[name], given) for name, path, given in _given(model, stuck, inputs)}
     why = "no attention is given something for each of its heads"
     if found:
-        graph = trace(_with(model, found), example)
+        graph = trace(_with(model, found), example_inputs)
         reasons = {path: _reason(graph, axis) for path, (axis, _) in found.items()}
         why = next((reason for reason in reasons.values() if reason), why)
         found = {path: known for path, known in found.items() if reasons[path] is None}

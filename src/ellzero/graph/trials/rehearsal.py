@@ -18,7 +18,7 @@ from ellzero.graph.axes import Block, Graph, Numbers, Stored
 from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.plan import ClosedAxisError, Mask, Plan, make_plan
 from ellzero.graph.rules.attention import attended
-from ellzero.graph.standins import CONTRACTING
+from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.stored import (
     group_norms,
     groups_of_a_forward,
@@ -66,11 +66,10 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
         give_back()  # what tracing took
     two = tuple(replace(s, least=2) for s in graph.served)
     ways = [graph, *([replace(graph, served=two)] if any(s.queries.shape[1] > 2 for s in two) else [])]
+    first = {int(s.queries[0, 0]) for s in graph.served}  # of the queries of each layer that share heads of keys
     for way in ways if graph.served else ():
         bench = _Bench(model, way, inputs)
-        shared = [
-            k for k, a in enumerate(graph.axes) if a.frozen is None and a.size > 1 and bench.among(_shared(way), k)
-        ]
+        shared = [k for k, a in enumerate(graph.axes) if a.frozen is None and a.size > 1 and bench.among(first, k)]
         failure, _ = bench.survives(bench.part(shared, "most"), bench.scenes)
         if failure and not failure.startswith(NO_RUN):  # it takes another way, of which nothing is to be had
             continue
@@ -78,11 +77,6 @@ def proven(model: nn.Module, graph: Graph, inputs: Inputs) -> Graph:
         if all(out.axes[k].frozen is None for k in shared):
             return out
     return _proven(_Bench(model, graph.grouped or graph, inputs))
-
-
-def _shared(graph: Graph) -> set[int]:
-    """Of the queries of each layer that share heads of keys, the first."""
-    return {int(s.queries[0, 0]) for s in graph.served}
 
 
 def _proven(bench: _Bench) -> Graph:
@@ -122,10 +116,10 @@ def _proven(bench: _Bench) -> Graph:
     wide = {unit for step, units in group_norms(graph) if step.numbers[0] > 1 for unit in units.tolist()}
     for k in (k for s in lone for k in s if not axes[k].can_vanish and bench.among(wide, k)):
         axes[k] = replace(axes[k], frozen=ONE_GROUP)
-    matters = np.repeat([a.frozen is None for a in axes] + [False], [a.size for a in axes] + [1])  # the last: unit -1
-    balances = tuple(b for b in graph.balances if matters[b].any())
     steps = tuple(replace(step, made=()) for step in graph.steps)  # nobody asks again where units lie
-    done = replace(graph, axes=tuple(axes), balances=balances, steps=steps, grouped=None)
+    done = replace(graph, axes=tuple(axes), steps=steps, grouped=None)
+    matters = done.on(lambda axis: axis.frozen is None)
+    done = replace(done, balances=tuple(b for b in graph.balances if matters[b].any()))
     return responding.hinted(routing.hinted(picking(done, bench.scenes[0], bench.tolerance)))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph
 from ellzero.graph.forwards.copying import duplicate
-from ellzero.graph.standins import ResponseNorm
+from ellzero.graph.standins.norms import ResponseNorm
 from ellzero.graph.tracing import Inputs
 from ellzero.graph.trials.running import run_noting
 

@@ -14,7 +14,6 @@ from itertools import zip_longest
 from math import prod
 
 import numpy as np
-import torch
 from torch import nn
 
 from ellzero.graph.axes import Graph, Layout, Numbers, Served, Step
@@ -60,10 +59,9 @@ def _units(graph: Graph, plan: Plan, ties: Ties) -> Numbers | None:
     known = np.full(ties.count, -1)
     for name, dim in ties.first:
         if (dim,) in graph.units.get(name, {}):
-            left = plan.rows.get(name, {}).get(dim, slice(None))
-            known[ties.atoms(name, dim)] = graph.units[name][(dim,)][left]
+            known[ties.atoms(name, dim)] = plan.cut(graph.units[name][(dim,)], name, (dim,))
     for (name, dims, _), atoms in ties.tables.items():
-        known[atoms] = plan.slice(name, torch.as_tensor(graph.units[name][dims])).numpy()
+        known[atoms] = plan.cut(graph.units[name][dims], name, dims)
     root = classes(ties.count, ties.pairs)
     last, first = np.full(ties.count, -1), np.full(ties.count, len(plan.units))
     np.maximum.at(last, root, known)
@@ -71,7 +69,7 @@ def _units(graph: Graph, plan: Plan, ties: Ties) -> Numbers | None:
     first, last = np.minimum(first, last)[root], last[root]
     sizes = [a.size for a in graph.axes]
     lone = np.repeat(np.add.reduceat(plan.units, graph.offsets[:-1], dtype=int) == 1, sizes) & plan.units
-    stays = np.repeat([a.frozen is not None for a in graph.axes], sizes)
+    stays = graph.on(lambda axis: axis.frozen is not None)
     stays[[head for s in graph.served for head in s.heads]] = False  # these go with their queries
     right = (known < 0) | (known == first) | (known == last)
     right &= (first == last) | (lone[first] & stays[last]) | (stays[first] & lone[last])

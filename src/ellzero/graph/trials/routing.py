@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.rules.shapes import BY_NUMBER
-from ellzero.graph.tracing import as_inputs, trace
+from ellzero.graph.tracing import trace
 
 M = TypeVar("M", bound=nn.Module)
 SHARES = "shares"  # where a router has its `Shares`
@@ -99,14 +99,12 @@ def routed(model: M, example_inputs: Any) -> M:
     Raises:
         ValueError: there is no such router, or its experts cannot go.
     """
-    inputs = as_inputs(example_inputs)
-    given = inputs[1] or inputs[0]
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
-    found = dict(_routers(trace(model, given)))
+    found = dict(_routers(trace(model, example_inputs)))
     why = "no logits of a linear map go through a softmax and a `topk`"
     if found:
-        graph = trace(_with(model, found), given)
+        graph = trace(_with(model, found), example_inputs)
         free = {site.tensor for a in graph.axes if a.frozen is None for site in a.closing}
         stuck = {site.tensor: a.frozen for a in graph.axes for site in a.sites if a.frozen}
         names = {path: f"{path}.{SHARES}.open".lstrip(".") for path in found}

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ellzero.graph.axes import Graph
 from ellzero.graph.forwards.recording import Watching, flat
-from ellzero.graph.rules import SIZED
+from ellzero.graph.rules.call import SIZED
 from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
 Renamed = Mapping[Any, Collection[float]]  # numbers of a small network: what they may be in the whole one
@@ -79,16 +79,24 @@ def turns(model: nn.Module, inputs: Inputs) -> Callable[[], tuple[str, ...]]:
 def _others(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     size = batch_size(inputs)
     for n in sorted({1, size + 1} - {size}) if size else ():
-        rows = torch.arange(n) % size
-
-        def resized(leaf: Any, rows: Tensor = rows) -> Any:
-            return leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,) else leaf
-
-        yield f"a batch of {n}", tree_map(resized, inputs)
+        yield f"a batch of {n}", resized(inputs, n)
     leaves, spec = tree_flatten(inputs)
     for k, leaf in enumerate(leaves):
         for number in (leaf - 1, leaf + 1) if isinstance(leaf, int) and not isinstance(leaf, bool) else ():
             yield f"{number} instead of {leaf}", tree_unflatten([*leaves[:k], number, *leaves[k + 1 :]], spec)
+
+
+def resized(inputs: Inputs, batch: int) -> Inputs:
+    """A copy of the example with another number of examples: cut, or repeated."""
+    size = batch_size(inputs)
+
+    def fit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size:
+            return leaf[torch.arange(batch, device=leaf.device) % size]
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    out: Inputs = tree_map(fit, inputs)
+    return out
 
 
 def leads(model: nn.Module, inputs: Inputs, runs: Callable[[nn.Module, Inputs], Any]) -> list[tuple[str, int]] | None:
@@ -257,6 +265,12 @@ def stirred(inputs: Inputs, seed: int = 0) -> Inputs:
         return leaf + noise * (1 + seed / 2) * (0.1 + 0.5 * leaf.abs().mean() + 0.5 * (seed > 0))
 
     out: Inputs = tree_map(stir, inputs)
+    return out
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """The example with floating-point numbers of another type."""
+    out: Inputs = tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, inputs)
     return out
 
 

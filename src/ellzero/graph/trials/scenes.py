@@ -16,18 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
-from ellzero.graph.axes import Graph, Numbers
+from ellzero.graph.axes import Graph
 from ellzero.graph.forwards.copying import lean, whole_copy
 from ellzero.graph.plan import Mask, Plan
-from ellzero.graph.standins import SHORTCUTS
+from ellzero.graph.standins.heads import SHORTCUTS
+from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.tracing import Inputs, places, run
-from ellzero.graph.trials.running import Calls, disturb, is_large, move, seeded, tensors_of
+from ellzero.graph.trials.running import Calls, cast, disturb, is_large, move, seeded, tensors_of
 
 Lends = Callable[[str, Tensor], None]
 _MANY = 10_000  # numbers, whose memory matters
-_LENDING = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def loans(model: nn.Module, graph: Graph, dtype: torch.dtype, seed: int) -> Loan
     found = {}
     for number, (name, p) in enumerate(model.named_parameters()):
         path, _, key = name.rpartition(".")
-        own = key == "weight" and name in once & graph.in_own_module and type(model.get_submodule(path)) in _LENDING
+        own = key == "weight" and name in once & graph.in_own_module and type(model.get_submodule(path)) in CONTRACTING
         if own and p.is_floating_point():
             found[name] = number, p
     return Loans(found, seed, dtype, ends(model, graph, found))
@@ -114,9 +113,8 @@ def ends(model: nn.Module, graph: Graph, weights: Iterable[str]) -> tuple[str, .
     unit leaves, or such alone as are zero there when they are closed: behind a norm over all of them. The same input,
     of those that stay, is the same output, and a look at the input is cheaper, and sees more.
     """
-    sizes = [a.size for a in graph.axes] + [1]
-    free = np.repeat([a.frozen is None for a in graph.axes] + [False], sizes)
-    unnormed = np.repeat([a.frozen is None and not a.closing for a in graph.axes] + [False], sizes)
+    free = graph.on(lambda axis: axis.frozen is None)
+    unnormed = graph.on(lambda axis: axis.frozen is None and not axis.closing)
     fed = [(k, step) for step in graph.steps for k in step.inputs]
 
     def is_end(path: str) -> bool:
@@ -219,7 +217,7 @@ class Scene:
             name = f"{path}.weight"
             units = graph.units.get(name, {}).get((1,))
             if units is not None:
-                left = units if self.done is None else remaining(units, name, (1,), self.done)
+                left = units if self.done is None else self.done.cut(units, name, (1,))
                 out[path] = ~(alive[left] | (left < 0))
         return out
 
@@ -267,9 +265,7 @@ class Scene:
     def to(self, dtype: torch.dtype) -> None:
         """Has numbers of another type."""
         self.model.to(dtype)
-        self.inputs = tree_map(
-            lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, self.inputs
-        )
+        self.inputs = cast(self.inputs, dtype)
 
 
 def staged(model: nn.Module, inputs: Inputs, seed: int, lent: Loans) -> Scene:
@@ -300,7 +296,7 @@ def moving(graph: Graph, scene: Scene) -> set[int]:
         for dims, units in graph.closing[tensor].items():
             rest = [d for d in range(weight.ndim) if d not in dims]
             moves = (slope.sum(rest) if rest else slope).cpu().numpy() > 0
-            moved.update(np.unique((units if done is None else remaining(units, tensor, dims, done))[moves]).tolist())
+            moved.update(np.unique((units if done is None else done.cut(units, tensor, dims))[moves]).tolist())
         weight.grad = None  # at once: all of them are as large as the model
 
     members = dict(model.named_parameters())
@@ -349,7 +345,7 @@ def closed(
     closing: dict[str, list[tuple[int, Mask]]] = {}
     for tensor, sites in graph.closing.items():
         for dims, whole in sites.items():
-            units = whole if done is None else remaining(whole, tensor, dims, done)
+            units = whole if done is None else done.cut(whole, tensor, dims)
             gone = ~(alive[units] | (units < 0))
             if np.count_nonzero(gone):
                 closing.setdefault(tensor, []).append((dims[0], gone))
@@ -398,14 +394,6 @@ def _close(weight: Tensor, dim: int, gone: Mask) -> None:
         weight.index_fill_(dim, _rows(gone, weight), 0)
     else:
         weight.mul_(torch.as_tensor(~gone).reshape(*gone.shape, *[1] * (weight.ndim - 2)).to(weight))
-
-
-def remaining(units: Numbers, tensor: str, dims: tuple[int, ...], done: Plan) -> Numbers:
-    """What is left of the units along dimensions of a tensor that something was removed from."""
-    if len(dims) > 1:
-        sliced: Numbers = done.slice(tensor, torch.as_tensor(units)).numpy()
-        return sliced
-    return units[done.rows.get(tensor, {}).get(dims[0], slice(None))]
 
 
 def _exact(entries: Tensor) -> Tensor:

@@ -22,12 +22,13 @@ from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan
 from ellzero.graph.tracing import Inputs, batch_size
+from ellzero.graph.trials.running import resized
 from ellzero.objectives.checking import check_count
 from ellzero.objectives.costs import kept_terms, matching
 from ellzero.out.compaction import refuse_unfit
 from ellzero.out.files import write_text, writing
 from ellzero.out.latency.curves import Curves, chords
-from ellzero.out.latency.measuring import measured, resized, timed
+from ellzero.out.latency.measuring import measured, timed
 from ellzero.out.latency.table import Table, Where, network_hash
 
 

@@ -12,18 +12,17 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from ellzero.gated.counting import Vector, count_widths
 from ellzero.gated.module import Gated
 from ellzero.graph.forwards.copying import duplicate, lean
 from ellzero.graph.plan import Plan
-from ellzero.graph.tracing import Inputs, batch_size, progress, telling
+from ellzero.graph.tracing import progress, telling
+from ellzero.graph.trials.running import resized
 from ellzero.out.compaction import fitted
 from ellzero.out.latency.curves import constant
 from ellzero.out.latency.regions import TOGETHER, Clock, Meter
@@ -330,19 +329,6 @@ def _factor(effects: Vector, whole: Vector) -> float:
 def _some(asked: Sequence[Widths]) -> Iterable[Sequence[Widths]]:
     """As many as are timed together."""
     return (asked[k : k + TOGETHER] for k in range(0, len(asked), TOGETHER))
-
-
-def resized(inputs: Inputs, batch: int) -> Inputs:
-    """A copy of the example with another number of examples: cut, or repeated."""
-    size = batch_size(inputs)
-
-    def fit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size:
-            return leaf[torch.arange(batch, device=leaf.device) % size]
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-    out: Inputs = tree_map(fit, inputs)
-    return out
 
 
 def measured(gated: Gated, where: Where, device: torch.device, clock: Clock) -> Table:
