@@ -28,7 +28,6 @@ from stacked_networks import NETS
 from torch import Tensor
 
 from ellzero.experiments import data, networks
-from ellzero.experiments.arena.contest import held_out
 from ellzero.experiments.arena.loop import BATCH, DECAY, RATE
 from ellzero.experiments.data import load
 from ellzero.experiments.networks.facts import scaled_widths
@@ -387,7 +386,7 @@ def main() -> None:
     o = p.parse_args()
     start = time.perf_counter()
     torch.backends.cuda.matmul.allow_tf32 = True
-    dataset = held_out(load("mnist", o.data, o.device), HELD_OUT)
+    dataset = load("mnist-split", o.data, o.device)
     images = (dataset.train_x, dataset.train_y, dataset.test_x, dataset.test_y)
     pixels = [dataset.scaled(t, "standard").flatten(1) if t.ndim > 1 else t for t in images]
     o.out.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def test_the_model_and_the_random_state_are_left_alone() -> None:
     state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     x = torch.ones(2, 2, 6, 6)
     graph = l0.graph.trace(model, x)
-    torch.set_rng_state(generator)
+    assert torch.equal(torch.get_rng_state(), generator)
     proven(model, graph, as_inputs(x))
     assert torch.equal(torch.get_rng_state(), generator)
     assert model.training

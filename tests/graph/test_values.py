@@ -236,6 +236,16 @@ def test_joint_units_meet_single_ones() -> None:
     assert len(set(tied(record)[b].tolist())) == 3
 
 
+def test_joint_units_that_overlap_beside_single_ones_keep_what_lies_along_these() -> None:
+    """Units of dimensions 0 and 1, of 1 and 2, and of 0 alone: those of 1 and 2 meet the others askew."""
+    record, (a, b, c) = ties(6, 6, 2)
+    joint = [Value((2, 3, 1), {(0, 1): a.reshape(2, 3)}), Value((1, 3, 2), {(1, 2): b.reshape(3, 2)})]
+    out = values.elementwise(record, [*joint, Value((2, 1, 1), {(0,): c})], (2, 3, 2))
+    assert list(out.carried) == [(0,)]
+    assert same_units(record, torch.as_tensor(a).reshape(2, 3), torch.as_tensor(c)[:, None].expand(2, 3))
+    assert frozen(record) == set(b.tolist())
+
+
 def test_narrow_ties_what_differs_only_there() -> None:
     record, (a,) = ties(24)
     value = values.reshape(record, Value((24,), {(0,): a}), (2, 3, 4))

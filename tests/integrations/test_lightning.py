@@ -154,6 +154,8 @@ def test_mistakes_are_told(fits: Any) -> None:
         fits.trainer(fits.BudgetCallback(network="net", macs=0.4)).fit(fits.Classifier(fits.mlp()), fits.loader())
     with pytest.raises(ValueError, match="`steps` must be given where the trainer does not know"):
         fits.fitted(options={"max_epochs": -1})
+    with pytest.raises(ValueError, match=r"`steps` must be a positive integer, got 2\.5"):
+        fits.fitted(steps=2.5)
     ours = fits.fitted(options={"max_epochs": 1})
     with pytest.raises(RuntimeError, match="must serve one fit, got a second"):
         fits.trainer(ours).fit(fits.Classifier(), fits.loader())

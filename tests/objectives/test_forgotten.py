@@ -2,7 +2,8 @@
 
 import copy
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -194,3 +195,16 @@ def test_what_a_fused_optimizer_moves_has_moved() -> None:
             (gated(X).square().mean() + term(gated)).backward()
             adam.step()
             adam.zero_grad()
+
+
+def test_batches_are_taken_one_at_a_time() -> None:
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(9):
+            batch = torch.randn(4, 3)
+            alive.add(batch)
+            assert len(alive) <= 3  # this one, the last, and the first
+            yield batch
+
+    l0.recalibrate(torch.nn.BatchNorm1d(3), batches())

@@ -388,3 +388,20 @@ def test_torchs_layers_take_no_shortcut_around_a_branch_that_is_gone(which: int,
         hand_made = hand(draw(3, 7, 8))
         assert_same(small(draw(3, 7, 8)), hand_made)
         assert_same(l0.load(made(1), tmp_path / "small.safetensors")(draw(3, 7, 8)), hand_made)
+
+
+def test_a_block_has_the_name_of_the_module_that_holds_it() -> None:
+    """Else of its last layer; never of one that does not exist, where layers in two modules are called alike."""
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 2)
+            self.down, self.up = (nn.ModuleDict({"fc": nn.Linear(*size)}) for size in ((6, 4), (4, 6)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.last(x + self.up["fc"](self.down["fc"](x).relu()))
+
+    gated = l0.attach(Apart(), torch.zeros(1, 3), where=WHOLE)
+    assert wholes(gated) == ["up.fc.block"]

@@ -362,7 +362,7 @@ class Fast(Timed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [0.2, 0.45])
+@pytest.mark.parametrize("bound", [np.float32(0.2), 0.45])  # any number is measured
 def test_what_no_table_tells_is_measured_when_gates_settle(bound: float) -> None:
     """By its table alone the network would take half of what it may, and have its error for nothing. No network takes
     between 0.28 and 0.45 of the time, so that the nearest below stays there: never an error in the middle of a run.
@@ -375,7 +375,7 @@ def test_what_no_table_tells_is_measured_when_gates_settle(bound: float) -> None
         taken.append(takes(small, 8) / whole)
     by_clock, by_table = taken
     assert by_table < 0.6 * bound
-    assert by_clock == pytest.approx(0.2, rel=0.02) if bound == 0.2 else 0.26 < by_clock < 0.3
+    assert by_clock == pytest.approx(0.2, rel=0.02) if bound < 0.3 else 0.26 < by_clock < 0.3
 
 
 class FastSteps(Timed):

@@ -400,12 +400,13 @@ def not_ours(path: Path) -> list[tuple[str, Callable[[], Any]]]:
         ("its header is damaged", lambda: rewritten(path, closed=["0"])),
         ("its header is damaged", lambda: rewritten(path, closed={"0": "3"})),
         ("its header is damaged", lambda: rewritten(path, tied={"2.weight": ["0.weight"]})),
+        ("its header is damaged", lambda: rewritten(path, groups={"0": None})),
         ("recursion", lambda: save_file(tensors, path, metadata | {"structure": "[" * 100_000})),
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(13))
+@pytest.mark.parametrize("number", range(14))
 def test_load_refuses_a_file_that_is_not_ours(number: int, tmp_path: Path) -> None:
     path = tmp_path / "small"
     small, fresh, _ = made("mlp")

@@ -6,7 +6,6 @@ This file does not know what gates do in a forward (`module.py`), nor what an op
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -25,7 +23,7 @@ from ellzero.gated.placements import Placement, Where, per_layer, shrinkable
 from ellzero.gates.abstract import AbstractGate
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.axes import Axis, Block, Graph
-from ellzero.graph.tracing import Inputs, as_inputs, shapes, telling, trace
+from ellzero.graph.tracing import Inputs, as_inputs, shapes, telling, trace, undisturbed
 from ellzero.graph.trials.rehearsal import blocks_of, proven
 from ellzero.graph.trials.running import turns
 
@@ -33,7 +31,6 @@ GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
 OPEN = partial(HardConcreteGate, drop_rate=0.05)
 _REASONS = 6  # that are told why nothing can be gated
-_ONE_AT_A_TIME = threading.Lock()  # torch traces in state that all threads share, as random numbers are
 
 
 def attach(
@@ -131,7 +128,7 @@ def _would_gate(graph: Graph) -> str:
 
 
 def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit: float) -> Graph:
-    with _undisturbed(model):
+    with undisturbed(model), telling(), _new_garbage_alone():
         graph = (
             trace(model, inputs[1] or inputs[0], limit=limit, watch=turns) if axes is None else _by_hand(model, axes)
         )
@@ -139,16 +136,8 @@ def _graph(model: nn.Module, inputs: Inputs, axes: Sequence[Axis] | None, limit:
 
 
 def _blocks(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ...]:
-    with _undisturbed(model):
+    with undisturbed(model), telling(), _new_garbage_alone():
         return blocks_of(model, graph, inputs)
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Running the model in the block must not change what a seeded run draws later."""
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with _ONE_AT_A_TIME, telling(), _new_garbage_alone(), torch.random.fork_rng(devices=devices):
-        yield
 
 
 @contextmanager

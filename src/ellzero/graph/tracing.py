@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -114,6 +115,17 @@ def run_hollow(model: nn.Module, inputs: Inputs) -> None:
 Watch = Callable[[nn.Module, Inputs], Callable[[], tuple[str, ...]]]
 
 
+_ONE_AT_A_TIME = threading.RLock()
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Lets one thread trace at a time, in state that all share, and leaves random numbers as a seeded run expects."""
+    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
+    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=devices):
+        yield
+
+
 def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch: Watch | None = None) -> Graph:
     """Finds what shrinks together in `model`, from one example input.
 
@@ -134,7 +146,11 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
         >>> [(a.name, a.size, a.frozen) for a in trace(net, torch.zeros(1, 4)).axes if not a.frozen]
         [('0', 3, None)]
     """
-    inputs = as_inputs(example_inputs)
+    with undisturbed(model):
+        return _traced(model, as_inputs(example_inputs), limit, watch or _watched)
+
+
+def _traced(model: nn.Module, inputs: Inputs, limit: float, watch: Watch) -> Graph:
     try:
         model = whole_copy(model)  # a forward may count its calls, or keep what it saw
     except Exception as error:
@@ -146,7 +162,7 @@ def trace(model: nn.Module, example_inputs: Any, *, limit: float = 600.0, watch:
     was = told_apart(model)
     ties, deadline = Ties(shapes(model), tuple(name for name, _ in model.named_parameters())), time.monotonic() + limit
     try:
-        asked = (watch or _watched)(model, inputs)
+        asked = watch(model, inputs)
     except Exception as error:
         raise TraceError(f"the model rejects `example_inputs`: {first_line(error)}") from error
     walk(model, ties, inputs, deadline)

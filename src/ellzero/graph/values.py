@@ -131,10 +131,13 @@ def elementwise(ties: Ties, values: Sequence[Value], shape: tuple[int, ...]) -> 
         if any(_within(theirs, block) not in ([], [block]) for theirs, _, _ in placed):
             block_dims = {g[0] for theirs, _, _ in placed for g in _within(theirs, block) if len(g) == 1}
             if len(block_dims) == 1:
-                block = (block_dims.pop(),)
+                whole, block = block, (block_dims.pop(),)
                 for theirs, _, _ in placed:
-                    for g in [g for g in theirs if len(g) > 1 and block[0] in g]:
-                        theirs[block] = solid(ties, Value(shape, {g: theirs.pop(g)}), block[0])
+                    for g in [g for g in _within(theirs, whole) if g != block]:
+                        if block[0] in g:
+                            theirs[block] = solid(ties, Value(shape, {g: theirs.pop(g)}), block[0])
+                        else:
+                            ties.freeze(theirs.pop(g), "two axes that are laid out differently meet in it")
             else:
                 for theirs, _, _ in placed:
                     for g in _within(theirs, block):

@@ -62,9 +62,9 @@ class BudgetCallback(Callback):
         if self.budget is not None:
             raise RuntimeError("a `BudgetCallback` must serve one fit, got a second: make another one")
         steps = trainer.estimated_stepping_batches if self._steps is None else self._steps
-        if not 0 < steps < float("inf"):
+        if steps == float("inf"):
             raise ValueError(f"`steps` must be given where the trainer does not know how many there are, got {steps}")
-        self.budget = Budget(gated, steps=int(steps), **self._options)
+        self.budget = Budget(gated, steps=steps, **self._options)
         carrier.begin(self.budget)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

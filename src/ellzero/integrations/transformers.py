@@ -69,7 +69,7 @@ class BudgetCallback(TrainerCallback):
         if self.budget is not None:
             raise RuntimeError("a `BudgetCallback` must serve one training, got a second: make another one")
         carrier = Carrier.of(known["model"])
-        budget = Budget(known["model"], steps=self._steps or state.max_steps, **self._options)
+        budget = Budget(known["model"], steps=state.max_steps if self._steps is None else self._steps, **self._options)
         budget.drive(known["optimizer"])
         carrier.resume(budget, state.global_step > 0)
         carrier.begin(budget)

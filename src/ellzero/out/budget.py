@@ -58,8 +58,9 @@ class Budget:
         learning: the share of the steps in which gates learn; if `None` two fifths, and less in a long run (`pacing`).
         gate_lr: the learning rate of the gates, as for Adam; one that fits the steps if `None`.
         shrink: whether closed units leave the live network when the gates settle. Where something else holds on to the
-            parameters (a process group), or cannot be sliced alive (a grouped convolution that is not depthwise, the
-            memory of Adafactor), they stay as masks until `finish`, with the same result: `print(budget)` says why.
+            parameters (a process group, a hook on a gradient, a list of the optimizer's own), or cannot be sliced alive
+            (a grouped convolution that is not depthwise, the memory of Adafactor), they stay as masks until `finish`,
+            with the same result: `print(budget)` says why.
         ema: decay of an average of the small network's weights, which `finish` hands over in their place; none if
             `None`.
         uniform: "blocks" if layers whose names differ in numbers alone are to keep as many units, as stock classes of

@@ -100,7 +100,7 @@ class Structure:
         if [type(value) for value in vars(self).values()] != [str, list, *[dict] * 5, list, *[dict] * 3]:
             return False
         words = [*self.selects, *self.scatters, *self.tied.values()]
-        numbers = [*self.closed.values(), *self.groups.values(), *self.gone.values(), *self.widths.values()]
+        numbers = [*self.groups.values(), *self.gone.values(), *self.widths.values()]
         if {type(kept) for kept in (*self.sizes.values(), *self.eps.values(), *self.slims.values())} - {dict}:
             return False
         if {type(eps) for kept in self.eps.values() for eps in kept.values()} - {float, type(None)}:
@@ -109,7 +109,9 @@ class Structure:
             return False
         stored = (*self.sizes.values(), *self.slims.values())
         numbers += [size for sizes in stored for size in sizes.values()]
-        return {type(word) for word in words} <= {str} and {type(number) for number in numbers} <= {int, type(None)}
+        if {type(outputs) for outputs in self.closed.values()} - {int, type(None)}:
+            return False
+        return {type(word) for word in words} <= {str} and {type(number) for number in numbers} <= {int}
 
 
 def save(small: nn.Module, path: str | os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ def recalibrate(network: nn.Module, batches: Iterable[Any]) -> None:
         module.training = False
     try:
         with gathering(norms):
-            for batch in (first, *calls):
+            for batch in chain([first], calls):  # one at a time: they may be more than memory holds
                 _call(network, batch)
     finally:
         for module, mode in modes:

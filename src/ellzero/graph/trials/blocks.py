@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,7 @@ def found(model: nn.Module, graph: Graph, inputs: Inputs) -> tuple[Block, ...]:
 def _around(block: Block) -> str:
     """The innermost module that holds all modules of a block."""
     paths = [path.split(".") for path in block.layers]
-    same = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
-    return ".".join(same)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
 class _Steps:

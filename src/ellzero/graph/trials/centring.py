@@ -18,7 +18,7 @@ from ellzero.graph.axes import Axis, Graph, Norm
 from ellzero.graph.forwards.copying import duplicate, put
 from ellzero.graph.standins.heads import pad
 from ellzero.graph.standins.norms import RootMeanSquare
-from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace
+from ellzero.graph.tracing import Inputs, as_inputs, first_line, places, trace, undisturbed
 from ellzero.graph.trials.responding import response_norms
 from ellzero.graph.trials.running import agree, cast, disturb, outputs, stirred, watched
 
@@ -58,8 +58,7 @@ def centred(model: M, example_inputs: Any) -> M:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     inputs = as_inputs(example_inputs)
-    devices = {p.device.index for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices):
+    with undisturbed(model):
         graph = trace(model, example_inputs)
         streams = _streams(model, graph)
         reasons = [_changes(model, graph, stream, inputs) for stream in streams]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ellzero.graph.axes import Axis, Graph
 from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.ties import OF_EACH_HEAD
-from ellzero.graph.tracing import Inputs, as_inputs, trace
+from ellzero.graph.tracing import Inputs, as_inputs, trace, undisturbed
 from ellzero.graph.trials.running import first_examples, run_noting
 
 M = TypeVar("M", bound=nn.Module)
@@ -76,15 +76,16 @@ def numbered(model: M, example_inputs: Any) -> M:
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an nn.Module, got {type(model).__name__}")
     inputs = as_inputs(example_inputs)
-    axes = trace(model, example_inputs).axes
-    stuck = {axis.name: axis for axis in axes if (axis.frozen or "").endswith(OF_EACH_HEAD)}
-    found = {path: (stuck[name], given) for name, path, given in _given(model, stuck, inputs)}
-    why = "no attention is given something for each of its heads"
-    if found:
-        graph = trace(_with(model, found), example_inputs)
-        reasons = {path: _reason(graph, axis) for path, (axis, _) in found.items()}
-        why = next((reason for reason in reasons.values() if reason), why)
-        found = {path: known for path, known in found.items() if reasons[path] is None}
+    with undisturbed(model):
+        axes = trace(model, example_inputs).axes
+        stuck = {axis.name: axis for axis in axes if (axis.frozen or "").endswith(OF_EACH_HEAD)}
+        found = {path: (stuck[name], given) for name, path, given in _given(model, stuck, inputs)}
+        why = "no attention is given something for each of its heads"
+        if found:
+            graph = trace(_with(model, found), example_inputs)
+            reasons = {path: _reason(graph, axis) for path, (axis, _) in found.items()}
+            why = next((reason for reason in reasons.values() if reason), why)
+            found = {path: known for path, known in found.items() if reasons[path] is None}
     if not found:
         raise ValueError(f"`model` has no heads that could go by their numbers: {why}")
     return _with(model, found)

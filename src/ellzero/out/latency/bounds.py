@@ -27,10 +27,12 @@ def said(at_most: Bounds, named: Mapping[Any, Bound | None]) -> dict[Any, Bound]
     if not bounds:
         every = "`macs`, `params`, `l0_norm`, `units`, `latency` or `at_most`"
         raise ValueError(f"{every} must say what the network may cost")
+    out = dict[Any, Bound]()
     for cost, bound in bounds.items():
         argument = "latency" if cost is Latency else getattr(cost, "__name__", "")
-        check_fractions(bound, argument if named.get(cost) is not None else "at_most")
-    return bounds
+        by_group = check_fractions(bound, argument if named.get(cost) is not None else "at_most")
+        out[cost] = {group: most for group, most in by_group.items() if group is not None} or by_group[None]
+    return out
 
 
 @contextmanager
