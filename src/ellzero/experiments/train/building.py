@@ -262,11 +262,6 @@ def warmup(recipe: Recipe, steps: int) -> duals.AbstractWarmup | None:
     return (duals.GeometricWarmup if recipe.dual == "auto" else duals.LinearWarmup)(recipe.target_warmup * steps)
 
 
-def rise(recipe: Recipe, steps: int) -> tuple[float, float]:
-    """In a run of so many steps, those without a penalty at first, and those in which it rises."""
-    return max(recipe.penalty_after * steps, steps_alone(recipe, steps)), recipe.penalty_warmup * steps
-
-
 def steps_alone(recipe: Recipe, steps: int) -> int:
     """Of so many steps until gates settle, or to the end, the first ones, in which weights train alone."""
     return round(steps * recipe.dense_epochs / recipe.gate_epochs)
@@ -308,9 +303,10 @@ def lagrangian(
             else:
                 member[run, g, parts.index((known[recipe.cost], None if pattern == "*" else pattern))] = 1
     prices, member, goal = (t.to(device, torch.float32) for t in (prices, member, goal))
-    rising = torch.tensor([cost not in NORMS for cost, _ in parts], device=device), *rise(recipes[0], steps)
-    first = steps_alone(recipes[0], steps)
-    dual, fall = dual_optimizer(recipes[0], steps - first), warmup(recipes[0], steps - first)
+    alike, first = recipes[0], steps_alone(recipes[0], steps)  # runs of a stack agree in all that follows
+    begins, rises = max(alike.penalty_after * steps, first), alike.penalty_warmup * steps
+    rising = torch.tensor([cost not in NORMS for cost, _ in parts], device=device), begins, rises
+    dual, fall = dual_optimizer(alike, steps - first), warmup(alike, steps - first)
     return Lagrangian(prices, member, goal, dual, fall, rising, begins=first)
 
 
