@@ -127,27 +127,25 @@ def as_gated(recipe: Recipe, model: nn.Module, x: Tensor) -> nn.Module:
 
 def _makers(recipe: Recipe, biased: bool) -> dict[str, GateMaker]:
     """What makes the gates of a recipe, by the pattern of their names; `biased` says that the network has biases."""
+    if recipe.gate in ("hard_concrete", "bernoulli", "generalized_dropout", "dropout"):
+        return {pattern: _from_rate(recipe, rate) for pattern, rate in recipe.drop_rates.items()}
     noise: dict[str, GateMaker] = {}
     if recipe.gate in ("bc_gnj", "bc_ghs"):
         most_noise = recipe.most_noise or {}
         noise = {pattern: partial(gates.GaussianWeightGate, most=most) for pattern, most in most_noise.items()}
         noise |= dict.fromkeys(("*.weight", "*.bias")[: 1 + biased], gates.GaussianWeightGate)
-    match recipe.gate:
-        case "hard_concrete" | "bernoulli" | "generalized_dropout" | "dropout":
-            return {pattern: _from_rate(recipe, rate) for pattern, rate in recipe.drop_rates.items()}
-        case "stg":
-            return {"*": gates.STGGate if recipe.start is None else partial(gates.STGGate, start=recipe.start)}
-        case "group_lasso":
-            return {"*": gates.GroupLassoGate}
-        case "bc_ghs":
-            noise["*.shared"] = partial(gates.HalfCauchyGate, scale=1e-5, threshold=None)
+    if recipe.gate == "bc_ghs":
+        noise["*.shared"] = partial(gates.HalfCauchyGate, scale=1e-5, threshold=None)
+    start: Any = {} if recipe.start is None else {"start": recipe.start}
     family: Any = {
+        "stg": partial(gates.STGGate, **start),
+        "group_lasso": gates.GroupLassoGate,
         "sbp": gates.SBPGate,
         "vib": gates.VIBGate,
         "gnj": gates.GNJGate,
         "bc_gnj": gates.GNJGate,
         "bc_ghs": gates.HalfCauchyGate,
-        "sparse_vd": gates.SparseVDGate if recipe.start is None else partial(gates.SparseVDGate, start=recipe.start),
+        "sparse_vd": partial(gates.SparseVDGate, **start),
     }[recipe.gate]
     units: dict[str, GateMaker] = {p: partial(family, threshold=t) for p, t in _by_pattern(recipe.threshold).items()}
     return {**noise, **units, "*": units.get("*", family)}  # where no threshold is named, that of the family
