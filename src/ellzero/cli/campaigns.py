@@ -24,7 +24,7 @@ from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, Re
 from ellzero.experiments import study as making
 from ellzero.experiments import sweep as sweeping
 from ellzero.experiments.campaign import AT_ONCE, Record, counted
-from ellzero.experiments.figures import PlotsMissingError, can_draw
+from ellzero.experiments.figures import NAMES, PlotsMissingError, can_draw
 from ellzero.experiments.study import Reproduction, Study
 from ellzero.experiments.sweep import Sweep
 from ellzero.experiments.train.loop import Stopped
@@ -304,8 +304,8 @@ def _show_sweep(record: Record, home: Path, json: bool) -> None:
     stacks, points = record["stacks"], record["points"]
     seconds, runs = (sum(stack[what] for stack in stacks) for what in ("seconds", "runs"))
     devices = ", ".join(dict.fromkeys(str(stack["about"].get("device")) for stack in stacks))
-    words = {"l0_norm": "kept density", "params": "kept parameters", "macs": "kept MACs"}[record["cost"]]
-    say(f"*: on the front of last error against {words}, means over seeds; {runs} runs in {seconds:.0f} s on {devices}")
+    front = f"last error against kept {NAMES[record['cost']]}, means over seeds"
+    say(f"*: on the front of {front}; {runs} runs in {seconds:.0f} s on {devices}")
     if any(p["runs"] and p["emptied"] for p in points):
         say("layer empty: in some run a layer has nothing left, so that there is no network to hand over")
     say(*(f"diverged: {p['label']}: {p['diverged'][0]}" for p in points if p["diverged"]))

@@ -23,7 +23,7 @@ from ellzero.cli.console import FAILED, CommandError, drawn, quiet, refuse, say,
 from ellzero.cli.opening import DataDir, Device, Index, RunPath, Workers, option
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.figures import PlotsMissingError, can_draw
-from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.store.folder import COMPACT, Folder
 from ellzero.experiments.train import building, evaluation
 from ellzero.experiments.train.loop import noise_like
 from ellzero.experiments.train.trainer import Trainer
@@ -108,7 +108,7 @@ def compact(
     folder = opening.open_run(run)
     number = opening.choose(folder, index)
     recipe = folder.recipes[number]
-    files = [folder.path / opening.COMPACT] if to is None else [Path(file) for file in to]
+    files = [folder.path / COMPACT] if to is None else [Path(file) for file in to]
     for file in files:
         known = ".safetensors", ".pt2", ".onnx"
         refuse(file.suffix not in known, f"`--to` must be a file that ends in {', '.join(known)}, got {str(file)!r}")
