@@ -151,18 +151,13 @@ def _made(
 ) -> list[Record]:
     if not _drawable(asked.study):
         tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
-    options = {
-        "seeds": asked.seeds, "epochs": asked.epochs, "data": asked.data, "data-dir": data_dir, "only": asked.only,
-        "every": asked.every, "at-once": asked.at_once, "device": device, "out": home, "first-seed": asked.first_seed,
-    }  # fmt: skip
-    usual = {
-        "first-seed": 0,
-        "only": "*",
-        "every": 1,
-        "at-once": 1 if asked.study.contests else AT_ONCE,
-        "device": "auto",
-    }
-    words = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, usual.get(name))]
+    options: Any = (  # each with what it is where it is not given
+        ("seeds", asked.seeds, None), ("epochs", asked.epochs, None), ("data", asked.data, None),
+        ("data-dir", data_dir, None), ("only", asked.only, "*"), ("every", asked.every, 1),
+        ("at-once", asked.at_once, 1 if asked.study.contests else AT_ONCE), ("device", device, "auto"),
+        ("out", home, None), ("first-seed", asked.first_seed, 0),
+    )  # fmt: skip
+    words = [(f"--{name}", str(value)) for name, value, usual in options if value not in (None, usual)]
     again = shlex.join(["ellzero", "reproduce", asked.study.name, *chain(*words), "--resume"])
     fewer = f"try fewer runs together than {asked.at_once}, by `--at-once` and a new folder"
     work = partial(making.reproduce, asked, opening.Loader(data_dir, device), home, resume=resume, fresh=fresh)
