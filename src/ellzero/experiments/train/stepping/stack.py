@@ -25,13 +25,7 @@ from ellzero.objectives import costs
 
 Part = tuple[costs.Cost, str | None]  # a cost, and the pattern of what it is asked of
 WATCHED = (costs.l0_norm, costs.params, costs.macs)
-
-
-def l2_of_weights(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
-    """`l2_norm` that the gates feel nothing of."""
-    return costs.l2_norm(gated, kept=kept, only=only, detach_gates=True)
-
-
+l2_of_weights = partial(costs.l2_norm, detach_gates=True)  # the gates feel nothing of it
 NORMS = (costs.l2_norm, l2_of_weights)
 ABSOLUTE = (*NORMS, costs.complexity)  # have no dense value to be a fraction of
 
