@@ -700,6 +700,20 @@ def test_an_unfinished_run_can_be_looked_at(run: Run, tmp_path: Path) -> None:
     assert (folder.history(), folder.results()) == ([], None)
 
 
+@pytest.mark.filterwarnings("ignore:no gate has moved")  # nobody has trained it
+def test_gates_without_an_expected_cost_can_be_evaluated(run: Run, tmp_path: Path) -> None:
+    """They are never closed while they are drawn: what is expected is the dense network."""
+    recipe = get("sbp-mlp").override(data="mnist5k")
+    folder = Folder.create(tmp_path / "noisy", [recipe], {})
+    trainer = Trainer([recipe], data.load("mnist5k"))
+    saver.save(trainer, folder)
+    code, out, _ = run("evaluate", "noisy", "--json")
+    assert code == 0
+    (found,) = json.loads(out)["networks"]
+    assert found["expected"] == {"l0_norm": 1.0, "params": 1.0, "macs": 1.0}
+    assert found["kept"]["params"] == pytest.approx(found["parameters"] / 266_610)
+
+
 # ---------------------------------------------------------------- compact
 
 

@@ -24,7 +24,7 @@ from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, Re
 from ellzero.experiments import study as making
 from ellzero.experiments import sweep as sweeping
 from ellzero.experiments.campaign import AT_ONCE, Record, counted
-from ellzero.experiments.figures import PlotsMissingError, can_draw
+from ellzero.experiments.figures import NAMES, PlotsMissingError, can_draw
 from ellzero.experiments.study import Reproduction, Study
 from ellzero.experiments.sweep import Sweep
 from ellzero.experiments.train.loop import Stopped
@@ -151,18 +151,13 @@ def _made(
 ) -> list[Record]:
     if not _drawable(asked.study):
         tell(f"no figures will be drawn: {PlotsMissingError()}, and draw them later by `--draw-only`")
-    options = {
-        "seeds": asked.seeds, "epochs": asked.epochs, "data": asked.data, "data-dir": data_dir, "only": asked.only,
-        "every": asked.every, "at-once": asked.at_once, "device": device, "out": home, "first-seed": asked.first_seed,
-    }  # fmt: skip
-    usual = {
-        "first-seed": 0,
-        "only": "*",
-        "every": 1,
-        "at-once": 1 if asked.study.contests else AT_ONCE,
-        "device": "auto",
-    }
-    words = [(f"--{name}", str(value)) for name, value in options.items() if value not in (None, usual.get(name))]
+    options: Any = (  # each with what it is where it is not given
+        ("seeds", asked.seeds, None), ("epochs", asked.epochs, None), ("data", asked.data, None),
+        ("data-dir", data_dir, None), ("only", asked.only, "*"), ("every", asked.every, 1),
+        ("at-once", asked.at_once, 1 if asked.study.contests else AT_ONCE), ("device", device, "auto"),
+        ("out", home, None), ("first-seed", asked.first_seed, 0),
+    )  # fmt: skip
+    words = [(f"--{name}", str(value)) for name, value, usual in options if value not in (None, usual)]
     again = shlex.join(["ellzero", "reproduce", asked.study.name, *chain(*words), "--resume"])
     fewer = f"try fewer runs together than {asked.at_once}, by `--at-once` and a new folder"
     work = partial(making.reproduce, asked, opening.Loader(data_dir, device), home, resume=resume, fresh=fresh)
@@ -304,8 +299,8 @@ def _show_sweep(record: Record, home: Path, json: bool) -> None:
     stacks, points = record["stacks"], record["points"]
     seconds, runs = (sum(stack[what] for stack in stacks) for what in ("seconds", "runs"))
     devices = ", ".join(dict.fromkeys(str(stack["about"].get("device")) for stack in stacks))
-    words = {"l0_norm": "kept density", "params": "kept parameters", "macs": "kept MACs"}[record["cost"]]
-    say(f"*: on the front of last error against {words}, means over seeds; {runs} runs in {seconds:.0f} s on {devices}")
+    front = f"last error against kept {NAMES[record['cost']]}, means over seeds"
+    say(f"*: on the front of {front}; {runs} runs in {seconds:.0f} s on {devices}")
     if any(p["runs"] and p["emptied"] for p in points):
         say("layer empty: in some run a layer has nothing left, so that there is no network to hand over")
     say(*(f"diverged: {p['label']}: {p['diverged'][0]}" for p in points if p["diverged"]))

@@ -29,8 +29,6 @@ from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.out.compaction import compact
 
-COMPACT = "compact.safetensors"  # in the folder of a run
-
 
 def option(metavar: str, default: str = "", **more: Any) -> Any:
     """How the help writes an option that may be absent, and what it is then."""

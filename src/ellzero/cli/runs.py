@@ -21,15 +21,13 @@ from ellzero import page
 from ellzero.cli import opening
 from ellzero.cli.console import FAILED, CommandError, drawn, quiet, refuse, say, show, show_json, tell, warn
 from ellzero.cli.opening import DataDir, Device, Index, RunPath, Workers, option
-from ellzero.experiments import networks
 from ellzero.experiments.data import Dataset
 from ellzero.experiments.figures import PlotsMissingError, can_draw
-from ellzero.experiments.store.folder import Folder
+from ellzero.experiments.store.folder import COMPACT, Folder
 from ellzero.experiments.train import building, evaluation
 from ellzero.experiments.train.loop import noise_like
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
-from ellzero.objectives import costs
 from ellzero.out.files import replacing
 from ellzero.out.reporting import report as make_report
 from ellzero.out.saving import load, save
@@ -86,10 +84,8 @@ def _evaluated(trainer: Trainer, number: int, dataset: Dataset) -> dict[str, Any
     out["error_compact"] = opening.error_of(small, recipe, dataset)
     out["parameters"] = opening.size(small)
     if isinstance(network, Gated):
-        dense = {name: costs.dense(cost, network) for name, cost in building.COSTS.items()}
-        for kind in ("expected", "kept"):
-            found = {name: float(cost(network, kept=kind == "kept")) for name, cost in building.COSTS.items()}
-            out[kind] = {name: cost / dense[name] for name, cost in found.items()}
+        shares = {name: evaluation.fractions(cost, network) for name, cost in building.COSTS.items()}
+        out |= {kind: {name: share[kind] for name, share in shares.items()} for kind in ("expected", "kept")}
     return out
 
 
@@ -112,7 +108,7 @@ def compact(
     folder = opening.open_run(run)
     number = opening.choose(folder, index)
     recipe = folder.recipes[number]
-    files = [folder.path / opening.COMPACT] if to is None else [Path(file) for file in to]
+    files = [folder.path / COMPACT] if to is None else [Path(file) for file in to]
     for file in files:
         known = ".safetensors", ".pt2", ".onnx"
         refuse(file.suffix not in known, f"`--to` must be a file that ends in {', '.join(known)}, got {str(file)!r}")
@@ -120,7 +116,7 @@ def compact(
         refuse(file.is_dir(), f"`--to` must be a file, got the folder {str(file)!r}")
     trainer = opening.restored(folder)
     small = opening.small_network(trainer.network(number))
-    if recipe.recalibrate and not trainer.done and networks.find(recipe.network).has_batch_norm:
+    if recipe.recalibrate and not trainer.done and recipe.facts.has_batch_norm:
         warn("the run is not finished: batch-norm statistics are those of training, and gathered anew at its end alone")
     noise = noise_like(folder, 3)
     example = noise.example(3)

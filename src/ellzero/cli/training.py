@@ -24,7 +24,7 @@ from ellzero.experiments.data import Dataset, Samples, Tensors
 from ellzero.experiments.papers import RECIPES
 from ellzero.experiments.recipe import Recipe, differences
 from ellzero.experiments.store.checkpoint import steps
-from ellzero.experiments.store.folder import Folder, FolderError
+from ellzero.experiments.store.folder import COMPACT, Folder, FolderError
 from ellzero.experiments.store.provenance import provenance
 from ellzero.experiments.train import fitting, loop, processes
 from ellzero.experiments.train.trainer import Trainer
@@ -252,7 +252,7 @@ def _own(folder: Folder) -> Iterator[None]:
 
 
 def _finish(folder: Folder, network: nn.Module, dataset: Dataset, json: bool) -> None:
-    recipe, file = folder.recipes[0], folder.path / opening.COMPACT
+    recipe, file = folder.recipes[0], folder.path / COMPACT
     small = opening.small_network(network)
     save(small, file)
     error, parameters = opening.error_of(small, recipe, dataset), opening.size(small)

@@ -130,7 +130,7 @@ class Point:
 
 
 Cost = Literal["l0_norm", "params", "macs"]
-_NAMES: dict[Cost, str] = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
+NAMES: dict[Cost, str] = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
 
 # Method, pruned architecture, and the errors in percent: best during training and at the end, or the one printed.
 # Louizos et al. (2018), Table 1, says "after 200 epochs"; Gallego-Posada et al. (2021), Table 1, gives both for theirs.
@@ -205,13 +205,13 @@ def pareto(
         if published:
             axes.plot(*_spots(published), "D", color="white", markeredgecolor=GREY, label="published", zorder=2)
         _scale(axes, *_spots(everyone))
-        axes.set(xlabel=f"{_NAMES[cost]} kept (% of dense)", ylabel=error)
+        axes.set(xlabel=f"{NAMES[cost]} kept (% of dense)", ylabel=error)
         axes.set_title(title, loc="left")
         legend(figure, axes)
         _annotate(axes, [(100 * p.cost, p.error, p.label) for p in published if p.label])
         what = error.removesuffix(" (%)").capitalize()
         caption = (
-            f"{what} against the share of {_NAMES[cost]} that the compact network keeps. Filled dots: "
+            f"{what} against the share of {NAMES[cost]} that the compact network keeps. Filled dots: "
             f"{len(points)} networks of ours; line: those that no other of ours beats."
         )
         if published:

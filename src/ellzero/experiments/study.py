@@ -17,7 +17,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, cast, final
 
-import torch
 from rich.table import Table
 
 from ellzero.experiments.arena.contest import Contest
@@ -32,6 +31,7 @@ from ellzero.experiments.store.provenance import in_common, provenance
 from ellzero.experiments.store.statistics import with_interval
 from ellzero.experiments.train import loop as training
 from ellzero.experiments.train.building import targets
+from ellzero.experiments.train.evaluation import fractions
 from ellzero.experiments.train.trainer import DivergedError, Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 from ellzero.gated.module import Gated
@@ -365,15 +365,12 @@ def _complete(folder: Folder, trainer: Trainer | None, load: Loader, networks: P
             say(f"no compact network of {recipe.name}, seed {recipe.seed}: {error}")
 
 
-@torch.no_grad()
 def held(gated: Gated, measure: costs.Cost, targets: dict[str, float]) -> dict[str, dict[str, float]]:
     """What a network's constraints bound: by pattern, the target, and the expected and kept share of the dense cost."""
     out = {}
     for pattern, at_most in targets.items():
-        only = None if pattern == "*" else pattern
-        whole = costs.dense(costs.only(measure, only), gated)
-        expected, kept = (measure(gated, kept=k, only=only).item() / whole for k in (False, True))
-        out[pattern] = {"at_most": at_most, "expected": expected, "kept": kept}
+        share = fractions(costs.only(measure, None if pattern == "*" else pattern), gated)
+        out[pattern] = {"at_most": at_most, "expected": share["expected"], "kept": share["kept"]}
     return out
 
 

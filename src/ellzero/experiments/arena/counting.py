@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ellzero.graph.tracing import mode
+
 
 @torch.no_grad()
 def macs(network: nn.Module, x: Tensor) -> int:
     """As torch counts them, in evaluation; the network's mode stays."""
-    mode = network.training
-    with FlopCounterMode(display=False) as counter:
-        network.eval()(x[:1])
-    network.train(mode)
+    with mode(network, training=False), FlopCounterMode(display=False) as counter:
+        network(x[:1])
     return int(counter.get_total_flops()) // 2
 
 
@@ -38,8 +37,4 @@ def counter(network: nn.Module, x: Tensor) -> Callable[[], int]:
     finally:
         for hook in hooks:
             hook.remove()
-    return partial(_total, positions)
-
-
-def _total(positions: dict[Any, int]) -> int:
-    return sum(int(layer.weight.numel()) * often for layer, often in positions.items())
+    return lambda: sum(int(layer.weight.numel()) * often for layer, often in positions.items())

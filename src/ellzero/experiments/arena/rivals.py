@@ -24,9 +24,6 @@ LOOK, BATCHES = 400, 10  # Taylor: the gradient is taken anew after so many step
 class RivalMissingError(ImportError):
     """Torch-Pruning is not installed; the message says how to get it."""
 
-    def __init__(self) -> None:
-        super().__init__("`torch_pruning` must be installed to compare with it: pip install 'ellzero[arena]'")
-
 
 def magnitude(bout: Bout) -> nn.Module:
     """Group magnitude: the L2 norm of all that a unit has, over the mean of its group."""
@@ -74,7 +71,8 @@ def package() -> Any:
     try:
         import torch_pruning  # type: ignore[import-untyped]
     except ImportError:
-        raise RivalMissingError from None
+        how = "`torch_pruning` must be installed to compare with it: pip install 'ellzero[arena]'"
+        raise RivalMissingError(how) from None
     return torch_pruning
 
 

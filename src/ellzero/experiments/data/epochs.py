@@ -56,11 +56,10 @@ def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, flip: Tensor, pad: 
 
     The windows begin at the rows `top` and the columns `left`, 0 to 2·pad.
     """
-    if pad:
-        height, width = images.shape[2:]
-        # A view of all (2 pad + 1)² windows of every image; the indexing copies one of each.
-        windows = F.pad(images, (pad,) * 4).unfold(2, height, 1).unfold(3, width, 1).permute(0, 2, 3, 1, 4, 5)
-        images = windows[torch.arange(len(images), device=images.device), top, left]
+    height, width = images.shape[2:]
+    # A view of all (2 pad + 1)² windows of every image; the indexing copies one of each.
+    windows = F.pad(images, (pad,) * 4).unfold(2, height, 1).unfold(3, width, 1).permute(0, 2, 3, 1, 4, 5)
+    images = windows[torch.arange(len(images), device=images.device), top, left]
     return torch.where(flip.view(-1, 1, 1, 1), images.flip(3), images)
 
 

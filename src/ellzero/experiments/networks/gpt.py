@@ -29,8 +29,7 @@ class GPT(nn.Module):
         self.embed, self.places = nn.Embedding(characters, width), nn.Embedding(BLOCK, width)
         self.drop = nn.Dropout(dropout)
         blocks = (
-            Block(width, heads, 4 * width, nn.Dropout(dropout), dropout, biases=(False, False), causal=True)
-            for _ in range(layers)
+            Block(width, heads, 4 * width, nn.Dropout(dropout), dropout, bias=False, causal=True) for _ in range(layers)
         )
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width, bias=False)

@@ -51,7 +51,7 @@ class Block(nn.Module):
         hidden: units between the two layers.
         drop: what both branches go through in the end.
         attention_dropout: rate on the attention's weights.
-        biases: of queries, keys and values, and of all else.
+        bias: whether norms and layers have one; queries, keys and values have none.
         causal: whether a position sees only those before it.
     """
 
@@ -61,16 +61,15 @@ class Block(nn.Module):
         heads: int,
         hidden: int,
         drop: nn.Module,
-        attention_dropout: float = 0.0,
-        biases: tuple[bool, bool] = (False, True),
+        attention_dropout: float,
+        bias: bool = True,
         causal: bool = False,
     ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"`width` must be a multiple of the {heads} heads, got {width}")
-        of_qkv, bias = biases
         self.norm1, self.norm2 = (nn.LayerNorm(width, bias=bias) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=of_qkv), nn.Linear(width, width, bias=bias)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=bias)
         self.attend = Attend(width // heads, attention_dropout, causal)
         self.up, self.down = nn.Linear(width, hidden, bias=bias), nn.Linear(hidden, width, bias=bias)
         self.drop = drop

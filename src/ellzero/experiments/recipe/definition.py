@@ -15,6 +15,7 @@ from ellzero.experiments.data import KNOWN
 from ellzero.experiments.data.importing import is_code
 from ellzero.experiments.recipe.checking import Described, checked
 from ellzero.experiments.recipe.fields import Fields
+from ellzero.experiments.store.records import plain
 
 FIELDS = {f.name: Described(f) for f in fields(Fields)}
 _LATER = (
@@ -47,7 +48,6 @@ class Recipe(Fields):
         for name, known in FIELDS.items():
             if (value := getattr(self, name)) is not known.default:  # which is as `checked` leaves it
                 object.__setattr__(self, name, checked(known.hint, name, value))
-        plain = self.to_dict()
         for name, known in FIELDS.items():
             for rule in known.rules:
                 if not rule.holds(self):
@@ -55,7 +55,7 @@ class Recipe(Fields):
         for name, known in FIELDS.items():
             for words in self._idle(name, strict=True):
                 default = "absent" if known.nullable else json.dumps(known.default)
-                raise ValueError(f"`{name}` must be {default} {words}, got {json.dumps(plain[name])}")
+                raise ValueError(f"`{name}` must be {default} {words}, got {json.dumps(getattr(self, name))}")
 
     def override(self, **changes: Any) -> Self:
         """The recipe with some fields changed."""
@@ -182,7 +182,7 @@ class Recipe(Fields):
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as what JSON knows; the dictionary is a copy."""
-        return {name: _plain(getattr(self, name)) for name in FIELDS}
+        return {name: plain(getattr(self, name)) for name in FIELDS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -206,10 +206,6 @@ class Recipe(Fields):
         told = [(n, list(v.items()) if isinstance(v, dict) else v) for n, v in values if n != "name"]
         told = [(n, v) for n, v in told if n not in _LATER or v != FIELDS[n].default]
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else list(value) if isinstance(value, tuple) else value
 
 
 def in_words(value: Any) -> str:

@@ -32,7 +32,7 @@ except ImportError:
 
 FORMAT, FORMAT_VERSION = "ellzero.run", 1
 _RUN, _HISTORY, _CHECKPOINTS, _RESULTS = "run.json", "history.jsonl", "checkpoints", "results.json"
-_COMPACT, _SUM = "compact.safetensors", "crc32"
+COMPACT, _SUM = "compact.safetensors", "crc32"
 
 
 @final
@@ -124,7 +124,7 @@ class Folder:
             if self._lock is None:
                 self._take(self.path / _RUN)
             if self._lock is not None:
-                for name in (_RUN, _HISTORY, _RESULTS, _COMPACT):
+                for name in (_RUN, _HISTORY, _RESULTS, COMPACT):
                     remove_leftovers(self.path, name)
                 remove_leftovers(self.checkpoints, "step-*")
             yield
@@ -251,4 +251,4 @@ def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(plain | {_SUM: f"{zlib.crc32(text.encode()):08x}"}) + "\n"
 
 
-__all__ = ["Folder", "FolderError", "pace"]
+__all__ = ["COMPACT", "Folder", "FolderError", "pace"]

@@ -127,27 +127,25 @@ def as_gated(recipe: Recipe, model: nn.Module, x: Tensor) -> nn.Module:
 
 def _makers(recipe: Recipe, biased: bool) -> dict[str, GateMaker]:
     """What makes the gates of a recipe, by the pattern of their names; `biased` says that the network has biases."""
+    if recipe.gate in ("hard_concrete", "bernoulli", "generalized_dropout", "dropout"):
+        return {pattern: _from_rate(recipe, rate) for pattern, rate in recipe.drop_rates.items()}
     noise: dict[str, GateMaker] = {}
     if recipe.gate in ("bc_gnj", "bc_ghs"):
         most_noise = recipe.most_noise or {}
         noise = {pattern: partial(gates.GaussianWeightGate, most=most) for pattern, most in most_noise.items()}
         noise |= dict.fromkeys(("*.weight", "*.bias")[: 1 + biased], gates.GaussianWeightGate)
-    match recipe.gate:
-        case "hard_concrete" | "bernoulli" | "generalized_dropout" | "dropout":
-            return {pattern: _from_rate(recipe, rate) for pattern, rate in recipe.drop_rates.items()}
-        case "stg":
-            return {"*": gates.STGGate if recipe.start is None else partial(gates.STGGate, start=recipe.start)}
-        case "group_lasso":
-            return {"*": gates.GroupLassoGate}
-        case "bc_ghs":
-            noise["*.shared"] = partial(gates.HalfCauchyGate, scale=1e-5, threshold=None)
+    if recipe.gate == "bc_ghs":
+        noise["*.shared"] = partial(gates.HalfCauchyGate, scale=1e-5, threshold=None)
+    start: Any = {} if recipe.start is None else {"start": recipe.start}
     family: Any = {
+        "stg": partial(gates.STGGate, **start),
+        "group_lasso": gates.GroupLassoGate,
         "sbp": gates.SBPGate,
         "vib": gates.VIBGate,
         "gnj": gates.GNJGate,
         "bc_gnj": gates.GNJGate,
         "bc_ghs": gates.HalfCauchyGate,
-        "sparse_vd": gates.SparseVDGate if recipe.start is None else partial(gates.SparseVDGate, start=recipe.start),
+        "sparse_vd": partial(gates.SparseVDGate, **start),
     }[recipe.gate]
     units: dict[str, GateMaker] = {p: partial(family, threshold=t) for p, t in _by_pattern(recipe.threshold).items()}
     return {**noise, **units, "*": units.get("*", family)}  # where no threshold is named, that of the family
@@ -262,11 +260,6 @@ def warmup(recipe: Recipe, steps: int) -> duals.AbstractWarmup | None:
     return (duals.GeometricWarmup if recipe.dual == "auto" else duals.LinearWarmup)(recipe.target_warmup * steps)
 
 
-def rise(recipe: Recipe, steps: int) -> tuple[float, float]:
-    """In a run of so many steps, those without a penalty at first, and those in which it rises."""
-    return max(recipe.penalty_after * steps, steps_alone(recipe, steps)), recipe.penalty_warmup * steps
-
-
 def steps_alone(recipe: Recipe, steps: int) -> int:
     """Of so many steps until gates settle, or to the end, the first ones, in which weights train alone."""
     return round(steps * recipe.dense_epochs / recipe.gate_epochs)
@@ -308,9 +301,10 @@ def lagrangian(
             else:
                 member[run, g, parts.index((known[recipe.cost], None if pattern == "*" else pattern))] = 1
     prices, member, goal = (t.to(device, torch.float32) for t in (prices, member, goal))
-    rising = torch.tensor([cost not in NORMS for cost, _ in parts], device=device), *rise(recipes[0], steps)
-    first = steps_alone(recipes[0], steps)
-    dual, fall = dual_optimizer(recipes[0], steps - first), warmup(recipes[0], steps - first)
+    alike, first = recipes[0], steps_alone(recipes[0], steps)  # runs of a stack agree in all that follows
+    begins, rises = max(alike.penalty_after * steps, first), alike.penalty_warmup * steps
+    rising = torch.tensor([cost not in NORMS for cost, _ in parts], device=device), begins, rises
+    dual, fall = dual_optimizer(alike, steps - first), warmup(alike, steps - first)
     return Lagrangian(prices, member, goal, dual, fall, rising, begins=first)
 
 

@@ -162,13 +162,14 @@ def results(trainer: Trainer) -> list[dict[str, Any]]:
             result["architecture"] = architecture(gated)
             if recipe.has_threshold and not recipe.expects:
                 result["evidence"] = evidence(gated)
-            result["costs"] = {name: _fractions(cost, gated) for name, cost in trainer.costs.items()}
+            result["costs"] = {name: fractions(cost, gated) for name, cost in trainer.costs.items()}
         out.append(result)
     return out
 
 
 @torch.no_grad()
-def _fractions(cost: costs.Cost, gated: Gated) -> dict[str, float]:
+def fractions(cost: costs.Cost, gated: Gated) -> dict[str, float]:
+    """The dense cost, and as fractions of it what is expected and what is kept."""
     dense = costs.dense(cost, gated)
     try:
         expected = cost(gated).item() / dense

@@ -24,6 +24,7 @@ from ellzero.experiments.store.folder import Folder
 from ellzero.experiments.train import evaluation, events, saver
 from ellzero.experiments.train import processes as parallel
 from ellzero.experiments.train.stepping.optimizing import set_rates
+from ellzero.experiments.train.stepping.stack import Objective
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.experiments.train.watching import AbstractWatcher
 
@@ -135,7 +136,7 @@ def _teacher(trainer: Trainer, folder: Folder | None) -> Callable[[Tensor], Tens
 
     @torch.no_grad()
     def teacher(x: Tensor) -> Tensor:
-        return (runs.outputs(x, values).float() / temperature).softmax(-1)
+        return (runs.evaluate(Objective.logits, x, values=values, own=True).float() / temperature).softmax(-1)
 
     return teacher
 

@@ -6,7 +6,6 @@ networks, data or training.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
@@ -19,6 +18,8 @@ from typing import TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ellzero.out.saving import checksum
 
 T = TypeVar("T")
 # gloo raises plain errors. These are in all of them: the file that they come from, or what the system said.
@@ -142,7 +143,7 @@ def refuse_different(tensors: Mapping[str, Tensor]) -> None:
     """
     if ranks() == 1:
         return
-    all_of_them = gathered({name: _checksum(tensor) for name, tensor in tensors.items()})
+    all_of_them = gathered({name: checksum("", {name: tensor.detach().cpu()}) for name, tensor in tensors.items()})
     names = {name: None for sums in all_of_them for name in sums}
     differ = [name for name in names if len({sums.get(name) for sums in all_of_them}) > 1]
     if differ:
@@ -151,8 +152,3 @@ def refuse_different(tensors: Mapping[str, Tensor]) -> None:
             f"the {ranks()} processes of this run must have the same values, and differ in "
             f"{', '.join(f'`{name}`' for name in differ[:3])}{more}"
         )
-
-
-def _checksum(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data.data).hexdigest()

@@ -26,13 +26,7 @@ from ellzero.objectives import costs
 
 Part = tuple[costs.Cost, str | None]  # a cost, and the pattern of what it is asked of
 WATCHED = (costs.l0_norm, costs.params, costs.macs)
-
-
-def l2_of_weights(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
-    """`l2_norm` that the gates feel nothing of."""
-    return costs.l2_norm(gated, kept=kept, only=only, detach_gates=True)
-
-
+l2_of_weights = partial(costs.l2_norm, detach_gates=True)  # the gates feel nothing of it
 NORMS = (costs.l2_norm, l2_of_weights)
 ABSOLUTE = (*NORMS, costs.complexity)  # have no dense value to be a fraction of
 
@@ -203,21 +197,16 @@ class Runs(nn.Module):
         one = partial(self._one, Objective.loss)
         return cast(tuple[Tensor, Tensor], vmap(one, randomness="different")(self.values(), x, y, noise))
 
-    def outputs(self, x: Tensor, values: dict[str, Tensor]) -> Tensor:
-        """What every run answers to images of its own: (runs, batch, …) for `x` of such a shape."""
-        one = partial(self._one, Objective.logits)
-        if self.size == 1:
-            return cast(Tensor, one(values, x[0])[None])
-        return cast(Tensor, vmap(one)(values, x))
-
     def evaluate(
-        self, function: Callable[..., Tensor], *args: Tensor, values: dict[str, Tensor] | None = None
+        self, function: Callable[..., Tensor], *args: Tensor, values: dict[str, Tensor] | None = None, own: bool = False
     ) -> Tensor:
-        """A function of every run's objective (`Objective.logits` of the same images, `Objective.kept`), stacked."""
+        """A function of every run's objective (`Objective.logits` of the same images, `Objective.kept`), stacked; with
+        `own`, each run has its own slice of the arguments.
+        """
         one, values = partial(self._one, function), self.values() if values is None else values
         if self.size == 1:
-            return cast(Tensor, one(values, *args)[None])
-        return cast(Tensor, vmap(one, in_dims=(0, *[None] * len(args)))(values, *args))
+            return cast(Tensor, one(values, *(a[0] if own else a for a in args))[None])
+        return cast(Tensor, vmap(one, in_dims=(0, *[0 if own else None] * len(args)))(values, *args))
 
     def _one(self, function: Callable[..., Any], values: dict[str, Tensor], *args: Tensor) -> Any:
         return functional_call(self.template, values, args, {"function": function})
