@@ -72,6 +72,7 @@ def attach(
         ValueError: there is nothing to gate, or an argument does not fit; the model is untouched.
 
     Example:
+        >>> import torch
         >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
         >>> gated = attach(net, torch.zeros(1, 4))
         >>> [(name, tuple(gate.shape)) for name, gate in gated.named_gates()]

@@ -25,7 +25,7 @@ from ellzero.experiments.train.loop import train, train_epoch
 from ellzero.experiments.train.trainer import Trainer
 from ellzero.gated.module import Gated
 from ellzero.objectives import costs
-from ellzero.objectives.lagrangian import Lagrangian, targets
+from ellzero.objectives.lagrangian import Lagrangian
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import finalize
 from support.oracles import assert_same, numel
@@ -114,6 +114,34 @@ def test_after_settling_the_weights_train_alone_and_by_the_schedule(run: Trainer
     assert result["costs"]["l0_norm"]["kept"] == result["costs"]["l0_norm"]["expected"] <= 0.3
     small = compact(cast(Gated, run.network(0)))
     assert result["costs"]["params"]["kept"] * numel(WideResNet(10, 1)) == pytest.approx(numel(small))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_settled_step_asks_no_gates_and_has_the_bits_of_one_that_does(compiled: bool) -> None:
+    trainer = Trainer([SETTLING], images("cifar10"))
+    objective = trainer.runs.template
+    assert objective.held is None
+    scattered(trainer)
+    list(train_epoch(trainer))
+    list(train_epoch(trainer))
+    next(train_epoch(trainer))
+    assert objective.held  # some closed units stay, so that widths are multiples
+    index, noise = trainer.supply.epoch(trainer.epoch)
+    x, y = trainer.supply.batch(index[0])
+    loss = torch.compile(objective, backend="eager") if compiled else objective
+    gradients = []
+    for held in (objective.held, None, objective.held):
+        objective.held = held
+        objective.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            if held is not None:
+                patch.setattr(gates.HardConcreteGate, "value_from", None)
+            loss(x[0], y[0], noise[0, 0, 0])[0].backward()
+        gradients.append({name: p.grad for name, p in objective.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+        assert torch.equal(gradient, gradients[2][name]), name
 
 
 def test_the_average_is_of_the_settled_network_alone(run: Trainer) -> None:
@@ -287,7 +315,8 @@ def test_until_they_settle_is_all_the_time_that_gates_and_multipliers_have() -> 
     )
 
     def now(l: Lagrangian, step: float) -> torch.Tensor:  # noqa: E741
-        return targets(l.goal, l.warmup, torch.tensor(step))
+        assert l.warmup is not None
+        return l.warmup.target(l.goal, torch.tensor(step))
 
     assert short.dual == long.dual
     for step in (0.0, 1.0, 2.0, 4.0):
