@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ellzero as l0
+from ellzero.cli import opening
 from ellzero.experiments.data import load, stand_in
 from ellzero.experiments.networks import GPT, ViTLite, find
 from ellzero.experiments.networks.transformer import Block, Branch
@@ -239,3 +240,17 @@ def test_adamw_takes_a_share_of_matrices_and_of_nothing_else() -> None:
         shrinks = value.dim() > 1 and not name.startswith("network.gates.")
         torch.testing.assert_close(value.detach(), before[name] * (1 - 0.01 * 0.5 if shrinks else 1), msg=name)
     assert not any(cost is l0.l2_norm for cost, _ in trainer.runs.template.parts)
+
+
+def test_the_test_after_training_takes_as_many_excerpts_at_once_as_those_within() -> None:
+    """Others would need memory that nobody reckoned with."""
+    recipe = get("gpt-50-shakespeare").override(network="gpt-1-2-16")
+    dataset, sizes = stand_in(recipe.data, 130), []
+
+    class Counting(GPT):
+        def forward(self, x: Tensor) -> Tensor:
+            sizes.append(len(x))
+            return super().forward(x)
+
+    opening.error_of(Counting(1, 2, 16), recipe, dataset)
+    assert max(sizes) == Policy(recipe, 130).test_batch == 64

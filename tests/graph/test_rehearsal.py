@@ -47,7 +47,7 @@ def test_a_scale_by_the_width_is_found() -> None:
             return self.layers[1](y / y.shape[1])
 
     assert reasons(Scaled(4, 5, 3), torch.zeros(2, 4))["layers.0"] == (
-        "the model gives another output with a unit of it removed than with the unit closed"
+        "the model gives another output with a unit of it removed than with the unit closed: it goes by their number"
     )
 
 

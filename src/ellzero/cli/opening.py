@@ -22,7 +22,7 @@ from ellzero.experiments.data import Dataset, OwnError, Tensors
 from ellzero.experiments.recipe import FIELDS, Recipe, from_strings, refuse_idle
 from ellzero.experiments.store import checkpoint
 from ellzero.experiments.store.folder import Folder
-from ellzero.experiments.train import processes, saver
+from ellzero.experiments.train import policy, processes, saver
 from ellzero.experiments.train.fitting import measured
 from ellzero.experiments.train.loop import restore
 from ellzero.experiments.train.trainer import Trainer
@@ -207,7 +207,7 @@ def size(network: nn.Module) -> int:
 def error_of(network: nn.Module, recipe: Recipe, dataset: Dataset) -> float:
     """What the recipe notes as the error: in percent of the test images, unless a loss or metric is the user's own."""
     network = network.to(dataset.device).eval()
-    chunk = recipe.batch if recipe.facts.own else 1000
+    chunk = policy.test_batch(recipe, dataset.device.type == "cuda")
 
     def answer(x: Tensor) -> Tensor:
         return cast(Tensor, network(dataset.scaled(x, recipe.scaling)))[None]

@@ -27,7 +27,7 @@ def read(folder: Path, row: str) -> Record | None:
     found = [file for file in there if file.exists()]
     parts = [records.read(file) for file in found]
     for file, part in zip(found, parts, strict=True):
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or (len(parts) > 1 and not part.keys() >= {*_SAME}):
             raise FolderError(f"{str(file)!r} is damaged: it is no record")
     return _joined(row, parts) if len(parts) > 1 else parts[0] if parts else None
 

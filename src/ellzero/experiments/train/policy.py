@@ -78,8 +78,7 @@ class Policy:
     @property
     def test_batch(self) -> int:
         """How many test images are looked at together."""
-        most = self.recipe.facts.test_batch
-        return self.recipe.batch if most == 0 else most if self.on_gpu else min(most, _TEST_BATCH)
+        return test_batch(self.recipe, self.on_gpu)
 
     def turns(self, epoch: int, fixed: bool) -> bool:
         """Whether the epochs with gates that learn are over, and something comes after them that has not begun."""
@@ -125,3 +124,9 @@ class Policy:
         compiles = self.compiles(epoch)
         lost = saves * left if self.compiles(before) and not compiles else 0.0  # too few are left to compile it again
         return gain * left > lost + (takes if compiles else 0)
+
+
+def test_batch(recipe: Recipe, on_gpu: bool) -> int:
+    """How many test images a network is given at once."""
+    most = recipe.facts.test_batch
+    return recipe.batch if most == 0 else most if on_gpu else min(most, _TEST_BATCH)

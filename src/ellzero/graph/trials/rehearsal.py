@@ -47,6 +47,7 @@ UNSEEN = "the example input does not show whether the output depends on it"
 STUCK = "groups and cuts along it let no part of its units go"
 ONE_GROUP = "the groups of its norms make one unit of it, which cannot go as a whole"
 ELSE = "the model does something else with a unit of it removed"
+DIFFERS = "the model gives another output with a unit of it removed than with the unit closed: it goes by their number"
 NO_RUN = "the model does not run with a unit of it removed"
 BY_WIDTH = "; a forward that keeps the size of a head in `self`, and lays heads out by it alone, can lose some"
 Least = tuple[Numbers, int]  # of these units so many stay
@@ -404,7 +405,7 @@ class _Bench:
                 return f"{NO_RUN} ({first_line(error)})", []
             masked, usual = scene.masked(self.graph, plan.units, gone, blocks=plan.blocks)
             if not agree(masked, removed, self.tolerance):
-                return "the model gives another output with a unit of it removed than with the unit closed", []
+                return DIFFERS, []
             if what := usual.departure(calls, plan.renamed(scene.model, small.model)):
                 return f"{ELSE}: {what}", []
             small.last = None  # outputs may be large, and nobody asks for these again
