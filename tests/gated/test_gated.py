@@ -1230,3 +1230,94 @@ def test_threads_take_turns(options: dict[str, Any]) -> None:
         assert torch.equal(seen[0], expected)
         assert torch.equal(gated(x), expected)
     assert all(type(p) is nn.Parameter for layer in model for p in layer._parameters.values())
+
+
+class Recomputed(nn.Module):
+    """Checkpointed as a whole; a thread may wait before it, or in the middle of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.before: Callable[[], object] = lambda: None
+        self.inside: dict[str, Callable[[], object]] = {}
+
+    def part(self, x: Tensor) -> Tensor:
+        self.inside.get(threading.current_thread().name, lambda: None)()
+        return self.b(self.a(x).relu())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before()
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+def recomputed(**options: Any) -> l0.Gated:
+    torch.manual_seed(0)
+    gated = l0.attach(Recomputed(), torch.zeros(2, 4), **options).fix()
+    with torch.no_grad():
+        for _, gate in gated.named_gates():
+            gate.log_alpha.copy_(torch.linspace(-2, 2, gate.log_alpha.numel()))
+    return gated
+
+
+def run_all(*functions: Callable[[], object]) -> None:
+    threads = [threading.Thread(target=f, name=f.__name__) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def gradients(gated: l0.Gated, x: Tensor) -> list[Tensor]:
+    gated.zero_grad()
+    gated(x).square().sum().backward()
+    return [p.grad.clone() for p in gated.model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("apply", ["weights", "activations"])
+def test_threads_with_networks_of_their_own_recompute_with_their_own_gates(apply: str) -> None:
+    """One leaves its forward while the other is before what it checkpoints."""
+    own = torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._checkpoint_hook
+    x, (one, other, alone) = torch.ones(3, 4), (recomputed(apply=apply) for _ in range(3))
+    one_in, other_in, one_out = (threading.Event() for _ in range(3))
+    one.model.before = lambda: (one_in.set(), other_in.wait(9))
+    other.model.before = lambda: (other_in.set(), one_out.wait(9))
+    found: list[Tensor] = []
+    plain = nn.Linear(4, 4)
+
+    def first() -> None:
+        one(x)
+        checkpoint(plain, x.clone().requires_grad_(), use_reentrant=True)  # nobody else's business
+        one_out.set()
+
+    def second() -> None:
+        one_in.wait(9)
+        found.extend(gradients(other, x))
+
+    run_all(first, second)
+    for gradient, expected in zip(found, gradients(alone, x), strict=True):
+        assert torch.equal(gradient, expected)
+    assert (torch.utils.checkpoint.CheckpointFunction, torch.utils.checkpoint._checkpoint_hook) == own
+
+
+@pytest.mark.parametrize("apply", ["weights", "activations"])
+def test_a_forward_waits_for_what_another_thread_recomputes(apply: str) -> None:
+    x, gated = torch.ones(3, 4), recomputed(apply=apply)
+    expected, seen = gated(x).detach(), []
+    loss, inside = gated(x).square().sum(), threading.Event()
+    gated.model.inside = {"backward": lambda: (inside.set(), other.join(0.2))}
+
+    def backward() -> None:
+        loss.backward()
+
+    def forward() -> None:
+        inside.wait(9)
+        with torch.no_grad():
+            seen.append(gated(x))
+
+    other = threading.Thread(target=forward)
+    other.start()
+    run_all(backward)
+    other.join()
+    assert torch.equal(seen[0], expected)
+    assert torch.equal(gated(x), expected)
+    assert all(type(layer.weight) is nn.Parameter for layer in (gated.model.a, gated.model.b))

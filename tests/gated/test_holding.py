@@ -263,3 +263,17 @@ def test_a_run_that_is_taken_up_holds_too() -> None:
     fresh.train(range(SETTLES + 2, STEPS))
     assert fresh.gated.held() == one.gated.held() == {}
     assert torch.equal(fresh.gated(x), one.gated(x))
+
+
+def test_a_stack_of_buffers_alone_is_not_remembered() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 6)
+    gated = l0.attach(mlp(6, 16, 12, 3), (x,)).train().fix()
+    gated.gates.requires_grad_(False)
+    for gate in gated.gates.values():
+        gate.register_buffer("unused", torch.zeros(()))
+    gated.still = True
+    stacked = {name: torch.stack([b, b]) for name, b in gated.named_buffers()}
+    together = torch.func.vmap(lambda b: torch.func.functional_call(gated, b, (x,)))(stacked)
+    torch.testing.assert_close(together, torch.stack([gated(x)] * 2))
+    assert gated.held() is not None

@@ -208,3 +208,22 @@ def test_batches_are_taken_one_at_a_time() -> None:
             yield batch
 
     l0.recalibrate(torch.nn.BatchNorm1d(3), batches())
+
+
+def test_terms_go_through_vmap() -> None:
+    """Where nobody can look at a number."""
+    networks = [attached(), attached()]
+    values = torch.func.stack_module_state(networks)
+    together = torch.func.vmap(lambda *v: torch.func.functional_call(Term(networks[0], TERMS["penalty"]()), v, ()))(
+        *({"gated." + key: value for key, value in part.items()} for part in values)
+    )
+    torch.testing.assert_close(together, torch.stack([TERMS["penalty"]()(network) for network in networks]))
+
+
+class Term(nn.Module):
+    def __init__(self, gated: l0.Gated, term: Any) -> None:
+        super().__init__()
+        self.gated, self.term = gated, [term]
+
+    def forward(self) -> torch.Tensor:
+        return self.term[0](self.gated)

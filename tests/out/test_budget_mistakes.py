@@ -287,3 +287,41 @@ def test_training_beyond_the_average_is_not_undone() -> None:
     for p, mine, before in zip(second.parameters(), trained, first.parameters(), strict=True):
         assert torch.equal(p, mine)
         assert not torch.equal(p, before)
+
+
+def test_who_holds_a_parameter_that_stays_as_it_is_does_not_matter() -> None:
+    gated, budget, adam = begun()
+    last = list(gated.model.parameters())[-1]
+    last.register_hook(lambda gradient: gradient)
+    adam.mine = {last: 1}  # type: ignore[attr-defined]
+    budget.drive(adam)
+    train(gated, adam, 8)
+    assert budget.masked is None
+
+
+def test_an_optimizer_within_another_has_moments_that_would_not_follow() -> None:
+    gated, budget, adam = begun()
+    adam.base = torch.optim.SGD(adam.param_groups, lr=0.1, momentum=0.9)  # type: ignore[attr-defined]
+    budget.drive(adam)
+    train(gated, adam, 1)
+    adam.base.step()  # type: ignore[attr-defined]
+    train(gated, adam, 6)
+    assert budget.masked == "Adam has another optimizer in `base`, which would not follow"
+
+
+def test_a_state_that_cannot_be_taken_up_changes_nothing() -> None:
+    gated, budget, adam = begun()
+    budget.drive(adam)
+    train(gated, adam, 7)
+    state = budget.state_dict()
+    other, fresh, optimizer = begun()
+    other.model[0].weight.register_hook(lambda gradient: gradient)
+    for drive in (False, True):
+        if drive:
+            fresh.drive(optimizer)
+        before = {key: value for key, value in vars(fresh).items() if key != "_driver"}
+        with pytest.raises(ValueError, match=r"a hook waits for the gradient of `0\.weight`"):
+            fresh.load_state_dict(state)
+        assert {key: value for key, value in vars(fresh).items() if key != "_driver"} == before
+        assert not other.fixed
+        assert all(p.requires_grad for p in other.gates.parameters())

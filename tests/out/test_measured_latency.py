@@ -5,6 +5,7 @@ No test looks at a real clock.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -359,6 +360,29 @@ class Fast(Timed):
     """Has a kernel of its own for small layers: what two widths take together is not in their curves."""
 
     seconds: Seconds = staticmethod(lambda x, y: linear(x, y) * (0.4 if x < 80 and y < 80 else 1.0))
+
+
+BUMPS = np.random.default_rng(3).normal(0, 0.6, 100)
+
+
+class Bumpy(Timed):
+    """Fewer units may take longer."""
+
+    seconds: Seconds = staticmethod(
+        lambda x, y: 2 + 0.002 * x * y + (BUMPS[x] if x != 8 else 0) + (BUMPS[(y + 30) % 100] if y != 4 else 0)
+    )
+
+
+def test_where_no_unit_alone_saves_time_several_do() -> None:
+    gated, latency = chain(Bumpy), measured(Bumpy)
+    with torch.no_grad():
+        for seed, (_, gate) in enumerate(gated.named_gates()):
+            gate.log_alpha.copy_(torch.randn(gate.shape, generator=torch.Generator().manual_seed(seed)) + 3)
+    narrow = copy.deepcopy(gated)
+    close_all_but(narrow, 1, 1)
+    bound = float(latency(narrow, kept=True)) / l0.dense(latency, gated) + 0.01
+    l0.finalize(gated, at_most=bound, cost=latency)
+    assert 0.9 * bound <= float(latency(gated, kept=True)) / l0.dense(latency, gated) <= bound
 
 
 @pytest.mark.slow

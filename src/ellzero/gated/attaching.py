@@ -30,6 +30,7 @@ from ellzero.graph.trials.running import turns
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
 OPEN = partial(HardConcreteGate, drop_rate=0.05)
+_TURNS = "the model takes another way than with the example, which is the only one that was looked at"
 _REASONS = 6  # that are told why nothing can be gated
 
 
@@ -88,8 +89,7 @@ def attach(
     _refuse_empty(placements, graph)
     graph = graph.with_blocks(graph.blocks) if "blocks" in vars(graph) else replace(graph, look=None)  # was it asked?
     if graph.turns:
-        what = "the model takes another way than with the example, which is the only one that was looked at"
-        warnings.warn(f"with {' and with '.join(graph.turns)} {what}", stacklevel=2)
+        warnings.warn(f"with {' and with '.join(graph.turns)} {_TURNS}", stacklevel=2)
     gates = [_make(gate, p) for p in placements]
     _refuse_idle_patterns(gate, placements)
     with _new_garbage_alone():

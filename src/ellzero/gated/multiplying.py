@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import reduce
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 import torch
@@ -196,15 +197,39 @@ def in_place(model: nn.Module, targets: Mapping[str, Kind], make: Callable[[str,
                     made[name] = make(name, own, target)
                 put.append((module._parameters, key, own))
                 module._parameters[key] = made[name]
-        with recomputing(lambda: in_place(model, targets, lambda name, *_: made[name])):
+        with recomputing(lambda: in_place(model, targets, lambda name, *_: made[name]), lock_of(model)):
             yield
     finally:
         for parameters, key, own in put:
             parameters[key] = own
 
 
+@final
+class _Pass:
+    """A forward: how its gates come back, and whether it is under way."""
+
+    def __init__(self, again: Callable[[], AbstractContextManager[None]], lock: threading.RLock) -> None:
+        self.again, self.lock, self.running = again, lock, True
+
+    @contextmanager
+    def back(self) -> Iterator[None]:
+        """In its turn, as a forward; but for what is recomputed within it, in a thread of torch's own."""
+        with nullcontext() if self.running else self.lock, self.again():
+            yield
+
+
+_PASSES: ContextVar[tuple[_Pass, ...]] = ContextVar("_PASSES", default=())  # of this thread, one within another
+
+
+class _Torchs:
+    """Its own ways to checkpoint, for all threads, which come back when no pass is under way any more."""
+
+    own: tuple[Any, Any]
+    passes = 0
+
+
 @contextmanager
-def recomputing(again: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def recomputing(again: Callable[[], AbstractContextManager[None]], lock: threading.RLock) -> Iterator[None]:
     """Has activation checkpointing inside the block recompute within `again()`: that is in the backward, when what was
     drawn for the block is gone, and the model by itself would silently be the dense one.
 
@@ -214,28 +239,42 @@ def recomputing(again: Callable[[], AbstractContextManager[None]]) -> Iterator[N
         yield
         return
     checkpoint: Any = torch.utils.checkpoint
-    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook  # both ways; a torch without them fails here
-
-    def remembering(frame: Any) -> Any:
-        recompute = frame.recompute_fn
-
-        def with_gates(*args: Any) -> None:
-            with again():
-                recompute(*args)
-
-        frame.recompute_fn = with_gates
-        return before[1](frame)
-
+    with _MAKING:
+        if not _Torchs.passes:
+            _Torchs.own = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook  # a torch without them fails here
+        _Torchs.passes += 1
+        checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = _Reentrant, _remembering
+    each = _Pass(again, lock)
+    token = _PASSES.set((*_PASSES.get(), each))
     try:
-        checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = _Refusal, remembering
         yield
     finally:
-        checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = before
+        each.running = False
+        _PASSES.reset(token)
+        with _MAKING:
+            _Torchs.passes -= 1
+            if not _Torchs.passes:
+                checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = _Torchs.own
 
 
-class _Refusal:
+def _remembering(frame: Any) -> Any:
+    recompute, passes = frame.recompute_fn, _PASSES.get()
+
+    def with_gates(*args: Any) -> None:
+        with ExitStack() as stack:
+            for each in passes:
+                stack.enter_context(each.back())
+            recompute(*args)
+
+    frame.recompute_fn = with_gates
+    return _Torchs.own[1](frame)
+
+
+class _Reentrant:
     @staticmethod
-    def apply(*_: Any, **__: Any) -> Any:
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        if not _PASSES.get():  # of another thread, that runs a model of its own
+            return _Torchs.own[0].apply(*args, **kwargs)
         raise RuntimeError(
             "activation checkpointing inside a gated model must have `use_reentrant=False`; "
             "or checkpoint around it: `torch.utils.checkpoint.checkpoint(gated, x)`"

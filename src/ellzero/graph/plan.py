@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.graph.axes import Graph, Numbers, Served
-from ellzero.graph.resizing import resize
+from ellzero.graph.resizing import in_place_of, resize
 from ellzero.graph.standins.heads import pad
 from ellzero.graph.standins.layers import put_closed, put_nothing, put_scatter, put_select
 from ellzero.graph.standins.slim import WHOLE, WIDTH, put_slim
@@ -209,8 +209,7 @@ class Plan:
                 old = getattr(places[0][0], places[0][1])
                 new: Tensor = change(name, old.detach()).contiguous(memory_format=_format(old))
                 if isinstance(old, nn.Parameter):
-                    new = nn.Parameter(new, requires_grad=old.requires_grad)
-                    vars(new).update(vars(old))  # what others have noted on it
+                    new = in_place_of(old, new)
                 for module, key, _ in places:  # tied weights stay tied
                     vars(module)["_parameters" if isinstance(new, nn.Parameter) else "_buffers"][key] = new
                     touched[id(module)] = module

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ellzero.graph.standins.heads import FewerHeads
@@ -109,3 +109,10 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"  # by its name: not everyone has t
 
 def _transposed(m: Any) -> None:
     m.nx, m.nf = m.weight.shape
+
+
+def in_place_of(old: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    """A parameter of these numbers, with what others have noted on the old one; no tensors, of its shape perhaps."""
+    new = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    vars(new).update((k, v) for k, v in vars(old).items() if k not in vars(new) and not isinstance(v, Tensor))
+    return new

@@ -56,7 +56,13 @@ class Watch:
 
 def moves(gated: Gated) -> tuple[int, ...]:
     """Another number after whatever is written to the gates: torch does not count what a fused optimizer writes."""
-    return sum(p._version for p in gated.gates.parameters()), *sums(gated.gates)
+    counted = sum(p._version for p in gated.gates.parameters())
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return (counted,)  # nobody can look at a number then
+    try:
+        return counted, *sums(gated.gates)
+    except RuntimeError:  # nor under `torch.func.vmap`, or where tensors are fake
+        return (counted,)
 
 
 def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:

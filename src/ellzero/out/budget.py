@@ -271,14 +271,14 @@ class Budget:
             ValueError: the state is of another budget or version, or from before these gates settled; nothing is
                 changed.
         """
-        _refuse_other(self, state)
+        optimizer = optimizer if self._driver is None else self._driver.optimizer
+        _refuse_other(self, state, optimizer)
         take_tables(self.bounds, state["tables"])
         for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
             constraint.load_state_dict(saved)
         self.done, self.masked, self._adam = state["done"], state["masked"], state["adam"]
         if state["fixed"]:
             _fix(self.gated)
-        optimizer = optimizer if self._driver is None else self._driver.optimizer
         self._resumed = optimizer is None and state["units"] is not None
         if state["units"] is not None:
             _take_out_again(self.gated, optimizer, state["units"].cpu())
@@ -304,7 +304,7 @@ def _identity(budget: Budget) -> dict[str, Any]:
     return {"bounds": bounds, **same, "pace": pace}
 
 
-def _refuse_other(budget: Budget, state: Mapping[str, Any]) -> None:
+def _refuse_other(budget: Budget, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
     if missing := sorted(budget.state_dict().keys() - state.keys()):
         raise ValueError(f"`state` must be of a `Budget` of this version, got one without `{'`, `'.join(missing)}`")
     for key, mine in _identity(budget).items():
@@ -312,6 +312,9 @@ def _refuse_other(budget: Budget, state: Mapping[str, Any]) -> None:
             raise ValueError(f"`state` must be of an equal budget, got one whose `{key}` is {other}, not {mine}")
     if budget.gated.fixed and not state["fixed"]:
         raise ValueError(f"`state` is of step {state['done']}, before the gates settled: it fits a fresh network")
+    if state["units"] is not None:
+        plan = shrinking.planned(budget.gated, state["units"].cpu().numpy())
+        shrinking.refuse_listeners(budget.gated, plan, optimizer)
 
 
 def _refuse_unsettled(budget: Budget) -> None:
@@ -424,16 +427,17 @@ def _metrics(constraint: Constraint, bound: Bound, gated: Gated) -> Iterator[tup
 
 def _shown(budget: Budget) -> str:
     goal = ", ".join(f"{name_of(cost)} at most {_percent(bound)}" for cost, bound in budget.bounds.items())
-    state = "; ".join(_told(constraint, budget.gated) for constraint in budget.constraints)
+    pairs = zip(budget.constraints, budget.bounds.values(), strict=True)
+    state = "; ".join(_told(*pair, budget.gated) for pair in pairs)
     masked = f"; masks until the end: {budget.masked}" if budget.masked else ""
     return f"Budget({goal}: {budget.phase}, step {budget.done} of {budget.steps}, {state}{masked})"
 
 
-def _told(constraint: Constraint, gated: Gated) -> str:
-    kept = float(costs.kept(constraint.cost)(gated)) / costs.dense(constraint.cost, gated)
+def _told(constraint: Constraint, bound: Bound, gated: Gated) -> str:
+    kept = ", ".join(f"{100 * share:.4g} %" for _, share, _ in shares(gated, constraint.cost, bound))
     target = ", ".join(f"{100 * t:.4g} %" for t in constraint.target.tolist())
     multiplier = ", ".join(f"{m:.3g}" for m in constraint.multiplier.tolist())
-    return f"{name_of(constraint.cost)} kept {100 * kept:.4g} %, target {target}, multiplier {multiplier}"
+    return f"{name_of(constraint.cost)} kept {kept}, target {target}, multiplier {multiplier}"
 
 
 def _percent(bound: Bound) -> str:

@@ -214,7 +214,8 @@ def _closed_until(target: Target, opens: Tensor, last: Tensor) -> Tensor:
         may = (worth > 0) & (sets.sums(evidence, opens & ((saving <= 0) | last)) == 0)
         if not bool(may.any()):
             if torch.equal(sets.of, sets.single().of):
-                raise target.unreachable(target.fraction * current / most)
+                opens = _leap(target, opens, last, current)
+                current = target.kept(opens)
             sets = replace(sets.single(), there=opens)
             continue
         saving = sets.sums(saving, sets.there)
@@ -229,6 +230,30 @@ def _closed_until(target: Target, opens: Tensor, last: Tensor) -> Tensor:
         sets, opens = replace(sets, there=stays), opens & stays
         current = target.kept(opens)
     return _refilled(target, opens, closed=before & ~opens)
+
+
+def _leap(target: Target, opens: Tensor, last: Tensor, current: float) -> Tensor:
+    """Closes the fewest units of a placement that save something together, where none does alone: a time that was
+    measured has plateaus. Of all placements in which there are such, those with the least evidence for what they save.
+    """
+    evidence, found = target.gated.evidence(), list[tuple[float, Tensor]]()
+    for mine in target.gated.slices():
+        spare = opens & ~last
+        spare[: mine.start] = spare[mine.stop :] = False
+        order = torch.where(spare, evidence, torch.inf).argsort(stable=True)[: int(spare.sum())]
+        many = 1
+        while many < 2 * len(order):
+            fewer = opens.clone()
+            fewer[order[:many]] = False
+            if (saved := current - target.kept(fewer)) > 0:
+                found.append((float(evidence[order[:many]].sum()) / saved, fewer))
+                break
+            many *= 2
+    if found:
+        return min(found, key=lambda leap: leap[0])[1]
+    if target.kept(last) > target.most:
+        raise target.unreachable(target.fraction * current / target.most)
+    return opens & last
 
 
 def _scores(single: Tensor, opens: Tensor, sets: Sets, gated: Gated) -> Tensor:

@@ -117,7 +117,7 @@ def carry_out(
             if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:  # of Adafactor or L-BFGS, say
                 kind = type(optimizer).__name__
                 raise ValueError(f"{kind} remembers `{key}` of `{name}` in a shape of its own, which cannot be cut")
-    _refuse_listeners(gated.model, optimizer)
+    refuse_listeners(gated, plan, optimizer)
     step = gated.shrink(plan)
     gone = _gone(gated)
     new: Mapping[str, Any] = dict(network.named_parameters())
@@ -146,16 +146,21 @@ def carry_out(
             average[name] = torch.where(gone[inside[name]], new[name] * correction, average[name])
 
 
-def _refuse_listeners(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def refuse_listeners(gated: Gated, plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuses to replace parameters that somebody else holds: a hook would fall silent, a list would be of old ones."""
-    own = dict(model.named_parameters())
-    for name, p in own.items():
+    step = plan.beyond(gated.taken)
+    members = gated.model.named_parameters(remove_duplicate=False)
+    own = {id(p): (name, p) for name, p in members if name in step.rows or name in step.columns}
+    for name, p in own.values():
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             raise ValueError(f"a hook waits for the gradient of `{name}`, and would not hear of what takes its place")
-    ids = {id(p) for p in own.values()}
-    for key, value in vars(optimizer).items():
-        if key not in ("param_groups", "state") and any(id(leaf) in ids for leaf in tree_leaves(value)):
+    for key, value in vars(optimizer).items() if optimizer is not None else ():
+        inside = [*tree_leaves(value), *(value if isinstance(value, Mapping) else ())]
+        if key not in ("param_groups", "state") and any(id(leaf) in own for leaf in inside):
             raise ValueError(f"{type(optimizer).__name__} keeps parameters in `{key}`, beside its `param_groups`")
+        others = [leaf.state for leaf in inside if isinstance(leaf, torch.optim.Optimizer)]
+        if any(state[p] is not optimizer.state.get(p) for state in others for _, p in own.values() if p in state):  # type: ignore[union-attr]
+            raise ValueError(f"{type(optimizer).__name__} has another optimizer in `{key}`, which would not follow")
 
 
 def _sliced(step: Plan, name: str, tensor: Tensor, key: str, correction: float) -> Tensor:

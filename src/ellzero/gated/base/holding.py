@@ -70,9 +70,13 @@ class Holding(Asking):
             return None
         constants = [gate.constants() for gate in gates]
         if self._known is None or not self._known.fits(constants, numbers):
-            if (held := self.acting()) is None:
+            try:
+                held, written = self.acting(), _written(numbers)
+            except RuntimeError:  # fake tensors, or those that `torch.func.vmap` stacks, have no numbers to look at
                 return None
-            self._known = _Known(constants, numbers, _written(numbers), held)
+            if held is None:
+                return None
+            self._known = _Known(constants, numbers, written, held)
         return self._known.held
 
     def __getstate__(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ at a time. This file knows linear layers, convolutions and embeddings, and draws
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ellzero.gated.multiplying import Target, in_place, multiplied, recomputing
+from ellzero.gated.multiplying import Target, in_place, lock_of, multiplied, recomputing
 from ellzero.gated.placements import Placement
 from ellzero.gates.abstract import AbstractGate, draw
 from ellzero.graph.axes import Graph, Numbers, Site
@@ -118,19 +119,19 @@ def masked(
         if mask.outputs:
             behind = partial(_behind, _laid_out(mask.outputs, mask.after, z, tables))
             hooks.append(partial(layer.register_forward_hook, behind))
-    with _hooked(hooks):
+    with _hooked(hooks, lock_of(model)):
         yield
 
 
 @contextmanager
-def _hooked(hooks: Sequence[_Hook]) -> Iterator[None]:
+def _hooked(hooks: Sequence[_Hook], lock: threading.RLock) -> Iterator[None]:
     """Has the hooks on their layers in the block. Every checkpointed part of a model comes here once a step, for all
     layers: so nothing is made here.
     """
     handles: list[RemovableHandle] = []
     try:
         handles += [put() for put in hooks]
-        with recomputing(lambda: _hooked(hooks)):
+        with recomputing(lambda: _hooked(hooks, lock), lock):
             yield
     finally:
         for handle in handles:
