@@ -325,3 +325,13 @@ def test_a_state_that_cannot_be_taken_up_changes_nothing() -> None:
         assert {key: value for key, value in vars(fresh).items() if key != "_driver"} == before
         assert not other.fixed
         assert all(p.requires_grad for p in other.gates.parameters())
+
+
+def test_what_is_shown_of_bounds_on_parts_is_what_these_keep() -> None:
+    gated, budget, adam = begun(macs=None, params={"2": 0.5, "4": 0.3})
+    budget.drive(adam)
+    train(gated, adam, 8)
+    kept = [budget.metrics()[f"params of {name}/kept"] for name in ("2", "4")]
+    assert f"params kept {100 * kept[0]:.4g} %, {100 * kept[1]:.4g} %, target 50 %, 30 %" in repr(budget)
+    assert kept[0] <= 0.5
+    assert kept[1] <= 0.3
