@@ -215,3 +215,8 @@ def test_mixed_precision_trains_within_the_budget(tmp_path: Path) -> None:
     hf, callback = trainer(attached(bert), tmp_path, CLASSES, bf16=True)
     hf.train()
     assert size(callback.budget.finish()) <= 0.75 * size(bert())
+
+
+def test_no_steps_are_refused_and_not_taken_for_those_of_the_trainer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="`steps` must be a positive integer, got 0"):
+        trainer(attached(llama), tmp_path, SHIFTED, {"steps": 0})[0].train()

@@ -251,8 +251,8 @@ def _leap(target: Target, opens: Tensor, last: Tensor, current: float) -> Tensor
             many *= 2
     if found:
         return min(found, key=lambda leap: leap[0])[1]
-    if target.kept(last) > target.most:
-        raise target.unreachable(target.fraction * current / target.most)
+    if (least := target.kept(last)) > target.most:
+        raise target.unreachable(target.fraction * min(least, current) / target.most)
     return opens & last
 
 
