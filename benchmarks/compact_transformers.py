@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.experiments.data import stand_in
 from ellzero.experiments.recipe import Recipe
-from ellzero.objectives.latency import interleaved
+from ellzero.out.latency.meter import interleaved
 
 RESULTS = Path(__file__).parent.parent / "results"
 ROWS = ("gpt-shakespeare/gpt-50-shakespeare", "vit-cifar10/vit-50-cifar10", "vit-cifar10/vit-30-cifar10")

@@ -11,7 +11,7 @@ import torch
 
 from ellzero.experiments.train.loop import train_epoch
 from ellzero.experiments.train.trainer import Trainer
-from ellzero.objectives.latency import interleaved
+from ellzero.out.latency.meter import interleaved
 
 
 def steps(trainer: Trainer) -> Iterator[torch.Tensor]:

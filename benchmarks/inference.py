@@ -21,7 +21,7 @@ from step_overhead import LeNet5
 from torch import nn
 
 import ellzero as l0
-from ellzero.objectives.latency import interleaved
+from ellzero.out.latency.meter import interleaved
 
 ARCHITECTURE = {"0": 9, "3": 18, "7": 65, "9": 25}  # conv maps 9 and 18, inputs of the two linear layers 65 and 25
 

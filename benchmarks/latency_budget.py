@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import ellzero as l0
 from ellzero.experiments import data
-from ellzero.objectives.latency import interleaved
+from ellzero.out.latency.meter import interleaved
 from ellzero.out.latency.table import Table
 
 CLOCKS = {"wall": time.perf_counter, "thread": time.thread_time}

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ellzero as l0
 from ellzero.experiments import data
-from ellzero.objectives.latency import interleaved
+from ellzero.out.latency.meter import interleaved
 
 BATCH, LR, DROP = 128, 0.1, 0.05
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)  # of CIFAR-10, and near enough for CIFAR-100

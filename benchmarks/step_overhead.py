@@ -39,7 +39,7 @@ from ellzero.experiments.data import stand_in
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
 from ellzero.experiments.train.trainer import Trainer
-from ellzero.objectives.latency import interleaved
+from ellzero.out.latency.meter import interleaved
 
 
 class MLP(nn.Sequential):

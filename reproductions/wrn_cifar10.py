@@ -45,6 +45,7 @@ from ellzero.out.tables import new_table
 
 DENSE = "wrn-cifar10"
 CONSTRAINED = "shrink-wrn-{}-cifar10"
+OWN_RATE = "own-rate-wrn-0.001-cifar10"  # gates learn as fast as the weights, as in the paper
 # The paper's drops of the learning rate, and the average in their place.
 DROPPED, AVERAGED = (
     {field: getattr(get(name), field) for field in ("milestones", "ema", "recalibrate")}
@@ -56,6 +57,9 @@ ROWS = (
     Row("dropout 0.3", get("wrn-dropout-cifar10"), error="3.89"),
     Row("λ=0.001/N", get("louizos-wrn-0.001-cifar10"), error="3.83"),
     Row("λ=0.002/N", get("louizos-wrn-0.002-cifar10"), error="3.93"),
+    Row(
+        "λ=0.001/N, paper's rate", get("louizos-wrn-0.001-cifar10").override(name=OWN_RATE, gate_lr=None), error="3.83"
+    ),
     Row("λ=0.001/N, shrinking", get("alive-wrn-0.001-cifar10")),
     Row("λ=0.002/N, shrinking", get("alive-wrn-0.002-cifar10")),
     Row("ε=80 %", get(CONSTRAINED.format(80)), "82 % of parameters", "3.69 | 3.96±0.15"),

@@ -462,10 +462,10 @@ def test_rows_of_wide_networks_can_be_compared() -> None:
         assert (recipe.optimizer, recipe.lr, recipe.milestones, recipe.l2) == ("sgd", 0.1, drops, 5e-4)
         alike = ("precision", "channels_last", "compile", "augment")
         assert [getattr(recipe, name) for name in alike] == [getattr(rows[0], name) for name in alike]
-    assert [(r.penalty, bool(r.shrink_at)) for r in rows if r.penalty] == [
-        (0.001, False), (0.002, False), (0.001, True), (0.002, True)
+    assert [(r.penalty, r.gate_lr, bool(r.shrink_at)) for r in rows if r.penalty] == [
+        (0.001, 6, False), (0.002, 6, False), (0.001, None, False), (0.001, 2, True), (0.002, 2, True)
     ]  # fmt: skip
-    for recipe, target in zip(rows[7:-1], (0.8, 0.5, 0.35, 0.2, 0.2), strict=True):
+    for recipe, target in zip(rows[8:-1], (0.8, 0.5, 0.35, 0.2, 0.2), strict=True):
         assert recipe.at_most == {f"blocks.{k}.conv1": target for k in range(12)}
     assert (rows[-1].placement, rows[-1].cost, rows[-1].at_most) == ("streams", "macs", 0.16)
 

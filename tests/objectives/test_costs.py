@@ -25,6 +25,7 @@ from support.zoo import Concat, ConvNet, Flattened, Grouped, Residual, SquareStr
 Opens = dict[str, list[bool]]
 Sizes = tuple[float, float, float]  # parameters, MACs, units
 TRACED: dict[str, Graph] = {}  # by the name of a case
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
 def own_inputs(*layers: str) -> Callable[[Graph], list[Placement]]:
@@ -403,6 +404,39 @@ def test_assuming_answers_for_other_gates_and_is_undone() -> None:
     with pytest.raises(RuntimeError, match="mine"), gated.assuming(torch.ones(3)):
         raise RuntimeError("mine")
     assert number(l0.units(gated)) == before
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_autocast_rounds_no_cost(case: Case, device: str) -> None:
+    """As in a loop with the whole loss inside: bfloat16 has three digits."""
+    gated = case.gated().float().to(device).eval()
+    constraint = l0.Constraint(l0.l0_norm, at_most=0.3).bind(gated)
+    constraint.multiplier.fill_(0.3)
+    asked = [*COSTS, l0.l0_norm, l0.l2_norm, l0.complexity, l0.Penalty(l0.l0_norm, weight=0.1), constraint]
+    outside = [cost(gated) for cost in asked]
+    with torch.autocast(device, torch.bfloat16):
+        assert [cost(gated) for cost in asked] == outside
+
+
+def test_a_sum_for_each_part_is_that_of_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once or one by one, as where a table of all were too large or several gates count one weight."""
+    gated = scattered(traced.attached(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer))
+    patterns = ["0", "3", None, "[79]"]
+    at_once = costs.of_parts(l0.l0_norm, patterns, gated)
+    assert ("counted parts", tuple(patterns)) in gated.memo
+    one_by_one = [l0.l0_norm(gated, only=pattern) for pattern in patterns]
+    torch.testing.assert_close(at_once, one_by_one, rtol=1e-6, atol=0)
+    monkeypatch.setattr(costs, "LARGE", 1)
+    gated.memo.clear()
+    assert costs.of_parts(l0.l0_norm, patterns, gated) == one_by_one
+
+    shared = scattered(l0.attach(mlp(2, 3, 2), torch.zeros(1, 2), where=rows_and_inputs))
+    monkeypatch.undo()
+    found = costs.of_parts(l0.l0_norm, ["inputs", "entries"], shared)
+    assert found == [l0.l0_norm(shared, only=pattern) for pattern in ("inputs", "entries")]
+    whole, *_ = costs.of_parts(l0.l0_norm, [None, "inputs"], shared)
+    assert whole == l0.l0_norm(shared)
 
 
 def test_gates_that_are_asked_once_say_the_same_and_learn_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

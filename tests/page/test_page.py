@@ -24,8 +24,8 @@ from ellzero.experiments.store.folder import Folder, FolderError
 from ellzero.gated.module import Gated
 from ellzero.gates.distributions import HardConcrete
 from ellzero.gates.hard_concrete import HardConcreteGate
-from ellzero.objectives.latency import interleaved
 from ellzero.out.files import FileError
+from ellzero.out.latency.meter import interleaved
 from ellzero.page import charts, drawing, facts, page_file, run_figures, run_page, write
 from ellzero.page import run as making
 from support import into_nothing

@@ -13,6 +13,7 @@ does not know gates, only whether (or how probably) something is alive.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -104,6 +105,10 @@ class Census:
         """What each term costs in expectation where all blocks are open, given P(alive) of every member of the
         population.
         """
+        with unrounded(alive):
+            return self._expected(alive, tables)
+
+    def _expected(self, alive: Tensor, tables: dict[str, Tensor]) -> Tensor:
         y = self.expected_widths(alive, tables)
         if len(tables["part"]):
             *lower, bend = tables["bends"].unbind()
@@ -125,6 +130,13 @@ class Census:
         """E[X], given P(alive) of every member of the population."""
         sums = alive.new_zeros(tables["matrix"].shape[1]).index_add(0, tables["segment"], alive)
         return torch.addmv(tables["constant"], tables["matrix"], sums)
+
+
+def unrounded(like: Tensor) -> AbstractContextManager[None]:
+    """Keeps autocast away, which would round what products of matrices count to bfloat16."""
+    kind = like.device.type
+    rounds = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if rounds else nullcontext()
 
 
 class _Term(NamedTuple):

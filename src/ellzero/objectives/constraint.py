@@ -146,7 +146,7 @@ class Constraint(nn.Module):
         if gated.training and torch.is_grad_enabled():
             self.violation.copy_(gap.detach() if self._on == "expected" else self._kept_gap(gated))
             self._clock.fresh = True
-        return multiplier @ gap
+        return (multiplier * gap).sum()  # a product of vectors would be rounded by autocast
 
     def ascend(self) -> None:
         """One step of the multipliers along the violations last recorded (eq. 7), and of the warm-up.
@@ -256,7 +256,7 @@ class Constraint(nn.Module):
         """What the multipliers weigh: the gaps of the expected cost, or of what stands for it."""
         if self._shares is None:
             return self._gap(gated, self.cost)
-        return self._shares @ gated.complexity() - self.target
+        return (self._shares * gated.complexity()).sum(1) - self.target
 
     def _saved(self, gated: Gated, whole: Mapping[str | None, float]) -> Tensor | None:
         """What closing each gate alone saves of each group, as a fraction; `None` where gates have an expectation."""

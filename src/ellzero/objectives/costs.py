@@ -26,6 +26,9 @@ from ellzero.gated.counting import Vector
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement
 from ellzero.graph.plan import Plan
+from ellzero.objectives.squares import squares
+
+LARGE = 2**22  # entries of a table, of four bytes each, in which sums over many parts are taken at once
 
 
 class Cost(Protocol):
@@ -53,7 +56,7 @@ def l0_norm(gated: Gated, *, kept: bool = False, only: str | None = None) -> Ten
     """
     p = _open(gated, kept)
     counts, shared = _counted(gated, only, p.dtype)
-    total = p @ counts
+    total = (p * counts).sum()  # not p @ counts, which autocast would round to bfloat16
     extended = _extended(p) if shared else p
     for tensor, sites in shared.items():
         factor = _product(gated, gated.graph.shapes[tensor], sites, extended)
@@ -76,13 +79,14 @@ def l2_norm(gated: Gated, *, kept: bool = False, only: str | None = None, detach
     p = _open(gated, kept)
     extended = _extended(p.detach() if detach_gates else p)
     members = dict(gated.model.named_parameters())
-    norms = [p.new_zeros(())]
-    for tensor, sites in _counting_sites(gated, only, gated.present).items():
-        factor = _product(gated, members[tensor].shape, sites, extended)
-        square = members[tensor].to(p.dtype).square()
-        summed = [d for d in range(square.ndim) if factor.shape[d] == 1 and square.shape[d] > 1]
-        norms.append(((square.sum(summed, keepdim=True) if summed else square) * factor).sum())
-    return torch.stack(norms).sum()
+    factors = {
+        tensor: _product(gated, members[tensor].shape, sites, extended)
+        for tensor, sites in _counting_sites(gated, only, gated.present).items()
+    }
+    if not factors:
+        return p.new_zeros(())
+    sums = squares([members[tensor].to(p.dtype) for tensor in factors], [f.shape for f in factors.values()])
+    return (sums * torch.cat([f.flatten() for f in factors.values()])).sum()
 
 
 def params(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor:
@@ -201,7 +205,10 @@ def only(cost: Cost, pattern: str | None) -> Cost:
 
 def of_parts(cost: Cost, patterns: Iterable[str | None], gated: Gated) -> list[Tensor]:
     """What a cost says about each part of a network that a pattern names."""
+    patterns = tuple(patterns)
     with gated.asked_once():
+        if len(patterns) > 1 and cost is l0_norm and (table := _table(gated, patterns)) is not None:
+            return list((_open(gated, kept=False) * table).sum(1).unbind())
         return [called(only(cost, pattern), gated) for pattern in patterns]
 
 
@@ -389,6 +396,20 @@ def _counted(gated: Gated, only: str | None, dtype: torch.dtype) -> tuple[Tensor
     return found
 
 
+def _table(gated: Gated, patterns: Sequence[str | None]) -> Tensor | None:
+    """What `_counted` says for each pattern, a row each: one sum in place of many launches. There is
+    none where several sets of gates count one tensor, and where it were large.
+    """
+    key = ("counted parts", patterns)
+    if key not in gated.memo:
+        if torch.compiler.is_compiling() or len(patterns) * gated.liveness.size > LARGE:
+            return None
+        found = [_counted(gated, pattern, gated.prob_open().dtype) for pattern in patterns]
+        gated.memo[key] = None if any(shared for _, shared in found) else torch.stack([counts for counts, _ in found])
+    table: Tensor | None = gated.memo[key]
+    return table
+
+
 def _extended(p: Tensor) -> Tensor:
     """With a gate behind the others that is always open, for what no gate counts."""
     return torch.cat([p, p.new_ones(1)])
@@ -401,11 +422,18 @@ def _product(gated: Gated, shape: Sequence[int], sites: Sequence[Any], extended:
         key = ("index", start, site.tensor, site.dims, tuple(shape))
         index = gated.memo.get(key)
         if index is None:
-            index = torch.as_tensor(site.units, device=extended.device)
-            index = torch.where(index < 0, len(extended) - 1, index + start)
+            index = _places(site.units, start, extended)
             if not torch.compiler.is_compiling():  # once: a captured step cannot bring it to the device
                 gated.memo[key] = index
         factor = extended[index].reshape([shape[d] if d in site.dims else 1 for d in range(len(shape))])
         out = factor if out is None else out * factor
     assert out is not None
     return out
+
+
+def _places(units: np.ndarray[Any, Any], start: int, extended: Tensor) -> slice | Tensor:
+    """Where the probabilities are of gates with these numbers, by the first one's place; a slice if in a row."""
+    if not torch.compiler.is_compiling() and units.min() >= 0 and (np.diff(units.ravel()) == 1).all():
+        return slice(start + int(units.flat[0]), start + int(units.flat[-1]) + 1)
+    index = torch.as_tensor(units, device=extended.device)
+    return torch.where(index < 0, len(extended) - 1, index + start)

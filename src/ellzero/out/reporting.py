@@ -27,9 +27,9 @@ from ellzero.graph.forwards.copying import duplicate
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.graph.tracing import batch_size, mode
 from ellzero.objectives.costs import Cost, l0_norm, macs, params
-from ellzero.objectives.latency import device_name, interleaved
 from ellzero.out.compaction import fitted, refuse_unfit, without_closed
 from ellzero.out.latency.cost import Latency
+from ellzero.out.latency.meter import device_name, interleaved
 from ellzero.out.tables import NUMBER, families, layers_of, new_table, render, span
 
 if TYPE_CHECKING:

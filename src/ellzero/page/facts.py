@@ -32,8 +32,8 @@ from ellzero.graph.axes import Axis
 from ellzero.graph.plan import ClosedAxisError
 from ellzero.graph.tracing import mode
 from ellzero.objectives import costs
-from ellzero.objectives.latency import device_name, interleaved
 from ellzero.out.compaction import CompactionError, compact
+from ellzero.out.latency.meter import device_name, interleaved
 from ellzero.out.reporting import MANY, AxisRow, Report, report
 from ellzero.out.tables import families, span
 from ellzero.page.layers import Layers, repeated

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ellzero.objectives.latency import device_name
+from ellzero.out.latency.meter import device_name
 from ellzero.out.saving import installed_version
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ellzero.gated.alive import product
-from ellzero.gated.counting import Census, Vector, count_widths
+from ellzero.gated.counting import Census, Vector, count_widths, unrounded
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.graph.plan import Plan
@@ -146,7 +146,8 @@ class Latency:
             times = kept_terms(self._key, gated, beside.kept)
         else:
             alive = gated.liveness.population(gated.prob_open(), gated.tables)
-            times = beside.chords.times(beside.census.expected_widths(alive, beside.tables))
+            with unrounded(alive):
+                times = beside.chords.times(beside.census.expected_widths(alive, beside.tables))
             if beside.chords.sets.numel():
                 times = beside.chords.within(times, gated.liveness.open_blocks(gated.prob_open(), gated.tables))
         shares = (beside.lines if kept else beside.chords).shares.to(times.device)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ellzero.graph.tracing import Inputs
-from ellzero.objectives.latency import interleaved
+from ellzero.out.latency.meter import interleaved
 
 Clock = Callable[[], float]
 WARM_UP, LEAST, MOST, SECONDS = 3, 9, 60, 0.4  # rounds before, at least, at most, and seconds that a network gets

@@ -12,7 +12,7 @@ import torch
 from ellzero.gated.module import Gated
 from ellzero.graph.tracing import batch_size
 from ellzero.graph.trials.fingerprint import layers
-from ellzero.objectives.latency import device_name
+from ellzero.out.latency.meter import device_name
 
 FORMAT = {"format": "ellzero.latency", "format_version": 1}
 

@@ -10,6 +10,8 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -23,8 +25,9 @@ from ellzero.gated.multiplying import Held
 from ellzero.gates.abstract import NoExpectation
 from ellzero.gates.families.bernoulli import AbstractBernoulliGate
 from ellzero.objectives import costs
+from ellzero.objectives.costs import Cost
 
-Part = tuple[costs.Cost, str | None]  # a cost, and the pattern of what it is asked of
+Part = tuple[Cost, str | None]  # a cost, and the pattern of what it is asked of
 WATCHED = (costs.l0_norm, costs.params, costs.macs)
 l2_of_weights = partial(costs.l2_norm, detach_gates=True)  # the gates feel nothing of it
 NORMS = (costs.l2_norm, l2_of_weights)
@@ -51,6 +54,8 @@ class Objective(nn.Module):
         self.has_gates = isinstance(network, Gated)
         self.held: dict[str, Held] | None = None  # what gates do to weights while they stay as they are
         self.dense = [1.0 if c in ABSOLUTE else costs.dense(costs.only(c, only), self.gated) for c, only in parts]
+        self._asked = [(c, [part for _, part in of]) for c, of in groupby(self.parts, itemgetter(0))]
+        self._dense: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self.whole = [costs.dense(c, self.gated) for c in WATCHED] if self.has_gates else []
 
     @property
@@ -77,18 +82,24 @@ class Objective(nn.Module):
         """The fractions of the dense cost, one per part, in expectation."""
         if not self.parts:
             return torch.zeros(0, device=next(self.network.parameters()).device)
-        charged: dict[str | None, Tensor] = {}
-        if any(c is costs.complexity for c, _ in self.parts):  # of all gates at once, not of all for each part
-            every = self.gated.complexity()
-            charged = {None: every} | dict(self.gated.by_placement(every).items())
-        fractions = zip(self.parts, self.dense, strict=True)
         with self.gated.asked_once():
-            return torch.stack(
-                [
-                    charged[pattern].sum() if c is costs.complexity else costs.only(c, pattern)(self.gated) / d
-                    for (c, pattern), d in fractions
-                ]
-            )
+            absolute = torch.stack([of for cost, patterns in self._asked for of in self._of(cost, patterns)])
+            return absolute / self._divisor(absolute)
+
+    def _of(self, cost: Cost, patterns: Sequence[str | None]) -> list[Tensor]:
+        if cost is not costs.complexity:
+            return costs.of_parts(cost, patterns, self.gated)
+        every = self.gated.complexity()  # of all gates at once, not of all for each part
+        charged = {None: every} | dict(self.gated.by_placement(every).items())
+        return [charged[pattern].sum() for pattern in patterns]
+
+    def _divisor(self, of: Tensor) -> Tensor:
+        """The dense costs, for these. They are made once: a captured step cannot bring them to the device."""
+        key = of.device, of.dtype
+        if key not in self._dense:
+            with torch.inference_mode(False):
+                self._dense[key] = torch.tensor(self.dense, dtype=of.dtype, device=of.device)
+        return self._dense[key]
 
     def kept(self) -> Tensor:
         """The same with the test-time gates. The formula of the expectation at 0 and 1: exact but for padded groups."""

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from ellzero.objectives.latency import device_name, interleaved
+from ellzero.out.latency.meter import device_name, interleaved
 
 CPU = torch.device("cpu")
 
