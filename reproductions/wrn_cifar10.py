@@ -197,7 +197,8 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
             for number, seed in enumerate(record["seeds"]):
                 base, _, variant = record["row"].partition(", ")
                 style = {"color": COLOURS[base], "linewidth": 1.4 if number == 0 else 0.6}
-                style |= {"linestyle": "--"} if variant else {}
+                variants = [r["row"] for r in records if r["row"].startswith(f"{base}, ")]
+                style |= {"linestyle": ("--", "-.")[variants.index(record["row"])]} if variant else {}
                 label = record["row"] if number == 0 else None
                 points = seed["history"]
                 cost.plot(*left(seed), label=label, **style)
@@ -230,7 +231,7 @@ def draw(records: Sequence[Record], folder: Path) -> list[Path]:
             network that is trained. (b) Measured seconds of an epoch of training, the mean since the record
             before, compilation included: where that is, lines may go beyond the scale. (c) Test error over
             the seconds of training so far. Triangles: units are taken out of the network that is trained.
-            Thin lines: further seeds. Dashed: a variant of the row before the comma."""
+            Thin lines: further seeds. Dashed, or with dots between: variants of the row before the comma."""
         kind = records[0]["recipe"]["network"].partition("-")[0]  # as the study is called
         return save(figure, folder / f"{kind}-{data}", caption)
 
