@@ -653,6 +653,9 @@ def test_a_run_without_a_checkpoint_and_a_damaged_one_are_one_line(run: Run, hom
     Folder.create(tmp_path / "new", [SMALL], {})
     for command in ("evaluate", "compact", "report"):
         failed(run(command, "new"), 1, "'new' has no checkpoint yet; `ellzero train --resume new` goes on")
+    (tmp_path / "new" / "results.json").write_text("[{}]")
+    failed(run("evaluate", "new"), 1, "the run in 'new' has ended, and its checkpoints are gone: train it again")
+    (tmp_path / "new" / "results.json").unlink()
     (tmp_path / "new" / "checkpoints").mkdir()
     newest = sorted((home / "checkpoints").iterdir())[-1]
     (tmp_path / "new" / "checkpoints" / newest.name).write_bytes(newest.read_bytes()[:-100])

@@ -186,6 +186,8 @@ def restored(folder: Folder, dataset: Dataset | None = None) -> Trainer:
     """A run as its newest checkpoint has it; without its data it can be looked at, but not tested."""
     home = folder.path
     none = f"{str(home)!r} has no checkpoint yet; `ellzero train --resume {home}` goes on"
+    if folder.results() is not None:
+        none = f"the run in {str(home)!r} has ended, and its checkpoints are gone: train it again"
     refuse(not checkpoint.steps(folder.checkpoints), none, FAILED)
     with foreseen(ValueError), begun_in(folder):
         trainer = restore(folder, dataset)

@@ -43,7 +43,8 @@ def in_words_of(cost: Cost, named: Mapping[Any, Bound | None]) -> Iterator[None]
     except ValueError as error:
         kind: Any = Latency if isinstance(cost, Latency) else cost
         argument = "at_most" if named.get(kind) is None else name_of(cost)
-        raise ValueError(str(error).replace("`at_most`", f"`{argument}`")) from error
+        where = f"; times are those of {cost}" if isinstance(cost, Latency) else ""
+        raise ValueError(str(error).replace("`at_most`", f"`{argument}`") + where) from error
 
 
 def measured(gated: Gated, bounds: Mapping[Any, Bound]) -> dict[Cost, Bound]:
