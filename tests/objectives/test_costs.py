@@ -5,6 +5,8 @@ the compact network itself (its parameters counted, its MACs by torch's own coun
 is what the expected cost must be.
 """
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -419,12 +421,36 @@ def test_autocast_rounds_no_cost(case: Case, device: str) -> None:
         assert [cost(gated) for cost in asked] == outside
 
 
+def test_costs_that_a_validation_asks_first_can_be_learned_from() -> None:
+    """In inference mode, of which autograd keeps nothing; and what was worked out in a transform can be copied."""
+    asked = [*COSTS, l0.l0_norm, l0.l2_norm, costs.only(l0.macs, "3"), costs.only(l0.l0_norm, "3")]
+    asked += [l0.Penalty(l0.l0_norm, {"[0-7]": 0.1, "9": 0.2})]
+    gated = scattered(traced.attached(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer)).eval()
+    assert not gated.memo
+    with torch.inference_mode():
+        assert all(cost(gated) > 0 for cost in asked)
+    sum(cost(gated) for cost in asked).backward()
+    assert all(p.grad is not None for p in gated.gates.parameters())
+
+    twin = scattered(traced.attached(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer)).eval()
+    gates = {f"gates.{name}": p.detach() for name, p in twin.gates.named_parameters()}
+
+    def total(gates: dict[str, Tensor]) -> Tensor:
+        with torch.nn.utils.stateless._reparametrize_module(twin, gates):
+            return sum(cost(twin) for cost in asked)
+
+    torch.func.grad(total)(gates)
+    before = [cost(twin).item() for cost in asked]
+    assert [cost(copy.deepcopy(twin)).item() for cost in asked] == before
+    assert [cost(pickle.loads(pickle.dumps(twin))).item() for cost in asked] == before
+
+
 def test_a_sum_for_each_part_is_that_of_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once or one by one, as where a table of all were too large or several gates count one weight."""
     gated = scattered(traced.attached(lenet(), torch.zeros(1, 1, 28, 28), where=l0.per_layer))
     patterns = ["0", "3", None, "[79]"]
     at_once = costs.of_parts(l0.l0_norm, patterns, gated)
-    assert ("counted parts", tuple(patterns)) in gated.memo
+    assert ("counted parts", tuple(patterns), torch.float32) in gated.memo
     one_by_one = [l0.l0_norm(gated, only=pattern) for pattern in patterns]
     torch.testing.assert_close(at_once, one_by_one, rtol=1e-6, atol=0)
     monkeypatch.setattr(costs, "LARGE", 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.functional import jacobian
 from torch.func import grad, jvp, vmap
 
 from ellzero.objectives.squares import squares
@@ -57,6 +58,10 @@ def test_along_a_direction() -> None:
     """Forward-mode derivatives, which products of Hessians with vectors take."""
     at, along = tuple(w.detach() for w in weights()), tuple(torch.ones_like(w) for w in weights())
     torch.testing.assert_close(jvp(ours, at, along), jvp(plain, at, along))
+    stacked, twice = tuple(weights((3,))), tuple(torch.ones_like(w) for w in weights((3,)))
+    torch.testing.assert_close(jvp(vmap(ours), stacked, twice), jvp(vmap(plain), stacked, twice))
+    ways = {"vectorize": True, "strategy": "forward-mode"}
+    torch.testing.assert_close(jacobian(ours, at, **ways), jacobian(plain, at, **ways))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -271,6 +271,9 @@ class Gated(Holding):
         show_members(self.model, self.present, self._gates(), home.device)
         self.census_tables = {k: c.tables(home.device, dtype) for k, c in self.census.items() if c is not None}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "memo": {}}  # what was worked out inside `torch.func` cannot be copied
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._settle()

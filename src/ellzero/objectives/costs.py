@@ -309,7 +309,8 @@ def _total(which: str, gated: Gated, kept: bool, only: str | None) -> Tensor:
         return terms.sum()
     key = ("rows", which, only)
     if key not in gated.memo:  # once: a mask would ask the device how many there are, which no graph can
-        gated.memo[key] = torch.tensor([i for i, c in enumerate(chosen) if c], device=terms.device)
+        with torch.inference_mode(False):  # of what a validation asks first, training could keep no gradient
+            gated.memo[key] = torch.tensor([i for i, c in enumerate(chosen) if c], device=terms.device)
     return terms[gated.memo[key]].sum()
 
 
@@ -391,7 +392,8 @@ def _counted(gated: Gated, only: str | None, dtype: torch.dtype) -> tuple[Tensor
                 continue
             each = prod(gated.graph.shapes[tensor]) / site.units.size
             counts += each * torch.bincount(torch.as_tensor(site.units).flatten() + start, minlength=len(counts))
-        gated.memo[key] = counts.to(gated.tables["ends"].device, dtype), shared
+        with torch.inference_mode(False):
+            gated.memo[key] = counts.to(gated.tables["ends"].device, dtype, copy=True), shared
     found: tuple[Tensor, dict[str, Any]] = gated.memo[key]
     return found
 
@@ -400,14 +402,17 @@ def _table(gated: Gated, patterns: Sequence[str | None]) -> Tensor | None:
     """What `_counted` says for each pattern, a row each: one sum in place of many launches. There is
     none where several sets of gates count one tensor, and where it were large.
     """
-    key = ("counted parts", patterns)
+    dtype = gated.prob_open().dtype
+    key = ("counted parts", patterns, dtype)
     if key not in gated.memo:
         if torch.compiler.is_compiling() or len(patterns) * gated.liveness.size > LARGE:
             return None
-        found = [_counted(gated, pattern, gated.prob_open().dtype) for pattern in patterns]
-        gated.memo[key] = None if any(shared for _, shared in found) else torch.stack([counts for counts, _ in found])
-    table: Tensor | None = gated.memo[key]
-    return table
+        found = [_counted(gated, pattern, dtype) for pattern in patterns]
+        with torch.inference_mode(False):
+            table = None if any(shared for _, shared in found) else torch.stack([counts for counts, _ in found])
+        gated.memo[key] = table
+    lasting: Tensor | None = gated.memo[key]
+    return lasting
 
 
 def _extended(p: Tensor) -> Tensor:
@@ -433,7 +438,8 @@ def _product(gated: Gated, shape: Sequence[int], sites: Sequence[Any], extended:
 
 def _places(units: np.ndarray[Any, Any], start: int, extended: Tensor) -> slice | Tensor:
     """Where the probabilities are of gates with these numbers, by the first one's place; a slice if in a row."""
-    if not torch.compiler.is_compiling() and units.min() >= 0 and (np.diff(units.ravel()) == 1).all():
+    if not torch.compiler.is_compiling() and units.size and units.min() >= 0 and (np.diff(units.ravel()) == 1).all():
         return slice(start + int(units.flat[0]), start + int(units.flat[-1]) + 1)
-    index = torch.as_tensor(units, device=extended.device)
-    return torch.where(index < 0, len(extended) - 1, index + start)
+    with torch.inference_mode(False):
+        index = torch.as_tensor(units, device=extended.device)
+        return torch.where(index < 0, len(extended) - 1, index + start)

@@ -6,7 +6,7 @@ launched operation by operation feels it (`benchmarks/wrn_speed.py`). This file 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -24,28 +24,36 @@ def squares(weights: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Tenso
     """
     if torch.compiler.is_compiling():  # it makes one operation of all that, and knows no function of our own
         return _summed([weight.square() for weight in weights], shapes)
-    return _Squares.apply(shapes, *weights)  # type: ignore[no-any-return,no-untyped-call]
+    return _Squares.apply(_Shapes(map(tuple, shapes)), *weights)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Shapes:
+    """Shapes as one thing: torch's transforms take lists apart, and count what is in them as arguments."""
+
+    def __init__(self, shapes: Iterable[tuple[int, ...]]) -> None:
+        self.each = tuple(shapes)
 
 
 def _summed(terms: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Tensor:
-    return torch.cat([term.sum_to_size(shape).flatten() for term, shape in zip(terms, shapes, strict=True)])
+    return torch.cat([term.sum_to_size(shape).reshape(-1) for term, shape in zip(terms, shapes, strict=True)])
 
 
 class _Squares(torch.autograd.Function):
     generate_vmap_rule = True  # for stacks of runs
 
     @staticmethod
-    def forward(shapes: Sequence[Sequence[int]], *weights: Tensor) -> Tensor:
+    def forward(shapes: _Shapes, *weights: Tensor) -> Tensor:
         norms = []
-        for weight, shape in zip(weights, shapes, strict=True):
+        for weight, shape in zip(weights, shapes.each, strict=True):
             gone = [d for d, n in enumerate(shape) if n != weight.shape[d]]
             # A norm reads the weights; a square that is summed writes one as large first.
-            norms.append((torch.linalg.vector_norm(weight, dim=gone) if gone else weight).flatten())
+            norms.append((torch.linalg.vector_norm(weight, dim=gone) if gone else weight).reshape(-1))
         return torch.cat(norms).square()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.shapes, *weights = inputs
+        shapes, *weights = inputs
+        ctx.shapes = shapes.each
         ctx.save_for_backward(*weights)
         ctx.save_for_forward(*weights)
 

@@ -157,7 +157,8 @@ class Latency:
         key = (*self._key, only, times.device)
         if key not in gated.memo:  # once: no captured step can bring it to the device
             named = matching([r.name for r in self.table.regions], only, "a layer whose time depends on gates")
-            gated.memo[key] = torch.tensor([k for k, c in enumerate(named) if c], device=times.device)
+            with torch.inference_mode(False):
+                gated.memo[key] = torch.tensor([k for k, c in enumerate(named) if c], device=times.device)
         return seconds * factor * times[gated.memo[key]].sum()
 
     def timed(self, gated: Gated) -> float | None:
@@ -196,8 +197,9 @@ class Latency:
             census, home = count_widths(gated.graph, gated.liveness), gated.tables["ends"]
             rows, blocks = len(census.constant), len(gated.liveness.blocks)
             homes = home, torch.zeros((), dtype=torch.float64)
-            lines = (_Lines.of(self.table, rows, blocks, x, chord=x is home) for x in homes)
-            found = gated.memo[self._key] = _Beside(census, census.tables(home.device, home.dtype), blocks, *lines)
+            with torch.inference_mode(False):
+                lines = (_Lines.of(self.table, rows, blocks, x, chord=x is home) for x in homes)
+                found = gated.memo[self._key] = _Beside(census, census.tables(home.device, home.dtype), blocks, *lines)
         return found
 
     def _refuse_other(self, gated: Gated) -> None:
