@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from functools import partial
 from typing import Any
@@ -335,3 +336,43 @@ def test_what_is_shown_of_bounds_on_parts_is_what_these_keep() -> None:
     assert f"params kept {100 * kept[0]:.4g} %, {100 * kept[1]:.4g} %, target 50 %, 30 %" in repr(budget)
     assert kept[0] <= 0.5
     assert kept[1] <= 0.3
+
+
+def test_a_copy_is_driven_anew_and_goes_on_as_the_original() -> None:
+    """The hooks of an optimizer are not copied with it: a loop that forgets to drive the copy hears of it."""
+    gated, budget, adam = begun()
+    train(gated, budget.drive(adam)._driver.optimizer, 2)
+    forgotten, waiting, alone = copy.deepcopy((gated, budget, adam))
+    with pytest.warns(UserWarning, match=r"nothing moves the budget: call `budget.drive\(optimizer\)`"):
+        train(forgotten, alone, 2)
+    with pytest.raises(RuntimeError, match=r"got 2 steps; call `budget.drive\(optimizer\)` before the loop"):
+        waiting.finish()
+    network, other, twin = pickle.loads(pickle.dumps((gated, budget, adam)))
+    other.drive(twin)
+    for run in ((gated, adam), (network, twin)):
+        torch.manual_seed(3)
+        train(*run, 6)
+    assert str(other) == str(budget)
+    for a, b in zip(budget.finish().parameters(), other.finish().parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="must have one budget, got a second"):
+        copy.copy(waiting)
+
+
+def test_a_state_that_comes_after_that_of_the_optimizer_is_refused_and_changes_nothing() -> None:
+    gated, budget, adam = begun()
+    budget.drive(adam)
+    train(gated, adam, 6)
+    saved = copy.deepcopy((budget.state_dict(), gated.state_dict(), adam.state_dict()))
+    gated, budget, adam = begun()
+    budget.drive(adam)
+    adam.load_state_dict(saved[2])
+    before = str(budget)
+    with pytest.raises(ValueError, match=r"cannot be cut; load this state first, then those of `gated` and of the op"):
+        budget.load_state_dict(saved[0])
+    assert (str(budget), gated.fixed) == (before, False)
+    adam.state.clear()
+    for thing, state in zip((budget, gated, adam), saved, strict=True):
+        thing.load_state_dict(state)
+    train(gated, adam, 2)
+    budget.finish()

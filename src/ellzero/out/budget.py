@@ -8,7 +8,7 @@ loss, its optimizer and its schedule are the user's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Self, final
 
@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ellzero.gated.module import Gated
 from ellzero.gated.taking import refuse_replaced
 from ellzero.objectives import costs
-from ellzero.objectives.checking import Bound, check_count, check_number
+from ellzero.objectives.checking import check_count, check_number
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
@@ -27,6 +27,7 @@ from ellzero.objectives.watching import moves
 from ellzero.out import shrinking
 from ellzero.out.bounding.driving import Driver, refuse_without, remind
 from ellzero.out.bounding.pacing import FALLING, gate_rate, steps_of_learning
+from ellzero.out.bounding.telling import measures, percent, told
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import Uniform, refuse_unreachable
 from ellzero.out.latency.bounds import in_words_of, measured, said, tables, take_tables
@@ -136,6 +137,7 @@ class Budget:
         self._resumed = False  # as a smaller network, with an optimizer that nobody has looked at yet
         self._average: AveragedModel | None = None
         self._finished, self._termed = False, False  # ended; the term has been asked for since the last step
+        self._since = 0  # the step that this object began with: not the first in a copy, or where a run is taken up
 
     @property
     def phase(self) -> str:
@@ -163,6 +165,18 @@ class Budget:
             self._driver.adam.load_state_dict(self._adam)
         self._resumed = False  # the driver has looked
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_driver": None, "_adam": self._moments()}  # an optimizer's copy has no hooks
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._since = self.done
+        if not self._finished:
+            _claim(self.gated, self)
+
+    def _moments(self) -> dict[str, Any] | None:
+        return self._adam if self._driver is None else self._driver.adam.state_dict()
 
     def term(self) -> Tensor:
         """The Lagrangian's term, to add to the loss where no optimizer is driven; 0 when the gates have settled."""
@@ -241,7 +255,7 @@ class Budget:
     def metrics(self) -> dict[str, float]:
         """What to log: kept cost and target, as fractions of the dense cost, and multiplier of every constraint."""
         pairs = zip(self.constraints, self.bounds.values(), strict=True)
-        return {name: value for pair in pairs for name, value in _metrics(*pair, self.gated)}
+        return {name: value for pair in pairs for name, value in measures(*pair, self.gated)}
 
     def __repr__(self) -> str:
         return _shown(self)
@@ -255,7 +269,7 @@ class Budget:
             "masked": self.masked,
             "units": None if self.gated.taken is None else torch.as_tensor(self.gated.taken.units),
             "constraints": [constraint.state_dict() for constraint in self.constraints],
-            "adam": None if self._driver is None else self._driver.adam.state_dict(),
+            "adam": self._moments(),
             "average": None if self._average is None else self._average.state_dict(),
             "tables": tables(self.bounds),
         }
@@ -277,6 +291,7 @@ class Budget:
         for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
             constraint.load_state_dict(saved)
         self.done, self.masked, self._adam = state["done"], state["masked"], state["adam"]
+        self._since = self.done
         if state["fixed"]:
             _fix(self.gated)
         self._resumed = optimizer is None and state["units"] is not None
@@ -315,13 +330,17 @@ def _refuse_other(budget: Budget, state: Mapping[str, Any], optimizer: torch.opt
     if state["units"] is not None:
         plan = shrinking.planned(budget.gated, state["units"].cpu().numpy())
         shrinking.refuse_listeners(budget.gated, plan, optimizer)
+        if optimizer is not None and budget.gated.taken is None:
+            then = "; load this state first, then those of `gated` and of the optimizer"
+            shrinking.refuse_uncut(budget.gated, budget.gated, optimizer, then)
 
 
 def _refuse_unsettled(budget: Budget) -> None:
     if budget.phase == "learning":
-        do = "train on, or call `settle()` first" if budget.done else "call `budget.drive(optimizer)` before the loop"
-        if not budget.done and budget._driver is not None:
-            do = "the optimizer that it drives has taken no step"
+        do = "train on, or call `settle()` first"
+        if budget.done == budget._since:
+            do = "call `budget.drive(optimizer)` before the loop"
+            do = do if budget._driver is None else "the optimizer that it drives has taken no step"
         raise RuntimeError(
             f"`finish()` must come after the gates settled, in step {budget.settles}, got {budget.done} steps; {do}"
         )
@@ -355,7 +374,9 @@ def _claim(gated: Gated, budget: Budget) -> None:
 
 def _waits(here: weakref.ref[Budget]) -> bool:
     """Whether no step has moved a budget, nor is about to."""
-    return (budget := here()) is not None and budget._driver is None and not budget._termed and not budget.done
+    if (budget := here()) is None or budget._driver is not None or budget._termed or budget.phase != "learning":
+        return False
+    return budget.done == budget._since
 
 
 def _let_go(gated: Gated, driver: Driver | None) -> None:
@@ -418,29 +439,9 @@ def _in_a_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _metrics(constraint: Constraint, bound: Bound, gated: Gated) -> Iterator[tuple[str, float]]:
-    for k, (name, share, _) in enumerate(shares(gated, constraint.cost, bound)):
-        yield f"{name}/kept", share
-        yield f"{name}/target", float(constraint.target[k])
-        yield f"{name}/multiplier", float(constraint.multiplier[k])
-
-
 def _shown(budget: Budget) -> str:
-    goal = ", ".join(f"{name_of(cost)} at most {_percent(bound)}" for cost, bound in budget.bounds.items())
+    goal = ", ".join(f"{name_of(cost)} at most {percent(bound)}" for cost, bound in budget.bounds.items())
     pairs = zip(budget.constraints, budget.bounds.values(), strict=True)
-    state = "; ".join(_told(*pair, budget.gated) for pair in pairs)
+    state = "; ".join(told(*pair, budget.gated) for pair in pairs)
     masked = f"; masks until the end: {budget.masked}" if budget.masked else ""
     return f"Budget({goal}: {budget.phase}, step {budget.done} of {budget.steps}, {state}{masked})"
-
-
-def _told(constraint: Constraint, bound: Bound, gated: Gated) -> str:
-    kept = ", ".join(f"{100 * share:.4g} %" for _, share, _ in shares(gated, constraint.cost, bound))
-    target = ", ".join(f"{100 * t:.4g} %" for t in constraint.target.tolist())
-    multiplier = ", ".join(f"{m:.3g}" for m in constraint.multiplier.tolist())
-    return f"{name_of(constraint.cost)} kept {kept}, target {target}, multiplier {multiplier}"
-
-
-def _percent(bound: Bound) -> str:
-    if isinstance(bound, Mapping):
-        return ", ".join(f"{100 * fraction:.4g} % of {pattern}" for pattern, fraction in bound.items())
-    return f"{100 * bound:.4g} %"

@@ -108,15 +108,7 @@ def carry_out(
     old = dict(network.named_parameters())
     names = {id(p): name for name, p in gated.named_parameters()}
     inside = {name: names[id(p)] for name, p in old.items()}
-    for name, gate in gated.named_gates():
-        for key, parameter in gate.named_parameters():
-            if parameter.shape != gate.shape:
-                raise ValueError(f"gates `{name}` share `{key}`, so that none of them can be closed alone")
-    for name, p in old.items():
-        for key, value in optimizer.state[p].items() if p in optimizer.state else ():
-            if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:  # of Adafactor or L-BFGS, say
-                kind = type(optimizer).__name__
-                raise ValueError(f"{kind} remembers `{key}` of `{name}` in a shape of its own, which cannot be cut")
+    refuse_uncut(network, gated, optimizer)
     refuse_listeners(gated, plan, optimizer)
     step = gated.shrink(plan)
     gone = _gone(gated)
@@ -144,6 +136,23 @@ def carry_out(
         average[name] = follow(name, value)
         if inside[name] in gone:
             average[name] = torch.where(gone[inside[name]], new[name] * correction, average[name])
+
+
+def refuse_uncut(network: nn.Module, gated: Gated, optimizer: torch.optim.Optimizer, then: str = "") -> None:
+    """Refuses gates that cannot go one by one, and what an optimizer remembers in another shape than a parameter's;
+    `then` says what to do.
+    """
+    for name, gate in gated.named_gates():
+        for key, parameter in gate.named_parameters():
+            if parameter.shape != gate.shape:
+                raise ValueError(f"gates `{name}` share `{key}`, so that none of them can be closed alone")
+    for name, p in network.named_parameters():
+        for key, value in optimizer.state[p].items() if p in optimizer.state else ():
+            if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:  # of Adafactor or L-BFGS, say
+                kind = type(optimizer).__name__
+                raise ValueError(
+                    f"{kind} remembers `{key}` of `{name}` in a shape of its own, which cannot be cut{then}"
+                )
 
 
 def refuse_listeners(gated: Gated, plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
