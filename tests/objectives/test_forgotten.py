@@ -125,6 +125,22 @@ def test_statistics_that_were_gathered_under_noise_are_noticed_until_they_are_go
     gated.eval()
 
 
+def test_frozen_batch_norm_has_gathered_no_noise() -> None:
+    gated = attached(norm=True)
+    norm = next(m for m in gated.model.modules() if isinstance(m, nn.BatchNorm1d))
+    norm.eval()
+    assert loop(gated, l0.Penalty(l0.l0_norm, 0.0), 3) == []
+    gated.eval()
+    gated.train().fix()
+    norm.eval()
+    gated(X)
+    gated.eval()
+    gated.fix(False)
+    gated.train()(X)
+    with pytest.warns(UserWarning, match="gathered while gates were noisy"):
+        gated.eval()
+
+
 def test_a_network_without_batch_norm_has_no_statistics_to_speak_of() -> None:
     gated = attached()
     assert loop(gated, l0.Penalty(l0.l0_norm, 0.0), 3) == []

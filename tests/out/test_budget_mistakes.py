@@ -376,3 +376,34 @@ def test_a_state_that_comes_after_that_of_the_optimizer_is_refused_and_changes_n
         thing.load_state_dict(state)
     train(gated, adam, 2)
     budget.finish()
+
+
+class Behind(nn.Module):
+    """A head behind a backbone that nothing is to train."""
+
+    def __init__(self, grad: bool) -> None:
+        super().__init__()
+        self.back = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)).requires_grad_(False)
+        self.middle, self.head, self.grad = nn.Linear(8, 8), nn.Linear(8, 2), grad
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            seen = self.back(x).relu()
+        return self.head(self.middle(seen).relu())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_gates_that_no_loss_reaches_are_named(grad: bool) -> None:
+    """Frozen weights are fine: the gates on them learn. Without a graph only the price would move them."""
+    torch.manual_seed(0)
+    gated = l0.attach(Behind(grad), X[:2])
+    adam = torch.optim.Adam(gated.parameters(), lr=1e-2)
+    budget = l0.Budget(gated, macs=0.5, steps=200).drive(adam)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(gated, adam, 30)
+    told = [str(w.message) for w in caught]
+    assert budget.phase == "learning"
+    assert [t.partition(" in 20 steps")[0] for t in told] == (
+        [] if grad else ["no gradient of the loss has reached the gates of `back.0`"]
+    )

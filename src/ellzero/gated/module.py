@@ -77,6 +77,7 @@ class Gated(Holding):
         self.taken: Plan | None = None
         counts = {"params": count_params, "macs": count_macs, "units": count_units}
         self.census = {key: count(graph, self.liveness) for key, count in counts.items()}
+        self.note_start()
         self.gate_lr: float | None = None
         self._assumed: Tensor | None = None
         self.on_activations = apply == "activations"

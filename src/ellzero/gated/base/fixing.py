@@ -29,13 +29,18 @@ class Fixing(Showing):
     fixed = False
     drawn = False
     noisy = False
-    _batches: tuple[int, ...] = ()
+    _batches: tuple[int, ...] = ()  # that each batch norm had seen when gates were fixed
+    _first: tuple[int, ...] = ()  # that it had seen when gates came
 
     def fix(self, fixed: bool = True) -> Self:
         """Ends the noise: gates have their test-time values in training too, whoever calls `train()`."""
         self.fixed = fixed
         self._batches = tuple(_seen(norm) for norm in self._norms())
         return self
+
+    def note_start(self) -> None:
+        """Remembers what batch norm has seen by now, without noise."""
+        self._first = tuple(_seen(norm) for norm in self._norms())
 
     def note_draw(self, *, noisy: bool) -> None:
         """Remembers a draw. Neither flag is read here: a compiler would compile anew when it has changed."""
@@ -53,8 +58,11 @@ class Fixing(Showing):
         """Warns if batch-norm statistics are those of the noisy network."""
         if not self.noisy or not (norms := self._norms()):
             return
-        before = self._batches if len(self._batches) == len(norms) else (0,) * len(norms)
-        if self.fixed and all(_share(n, _seen(n) - b) <= FORGOTTEN for n, b in zip(norms, before, strict=True)):
+        none = (0,) * len(norms)
+        fixed, first = (b if len(b) == len(norms) else none for b in (self._batches, self._first))
+        ends = fixed if self.fixed else tuple(map(_seen, norms))
+        noisy = [(n, end) for n, start, end in zip(norms, first, ends, strict=True) if end != start]  # not frozen ones
+        if all(self.fixed and _share(n, _seen(n) - end) <= FORGOTTEN for n, end in noisy):
             return
         warn(
             "batch-norm statistics were gathered while gates were noisy, so that the error in evaluation is too high: "
@@ -66,7 +74,8 @@ class Fixing(Showing):
 
 
 def _seen(norm: _BatchNorm) -> int:
-    return 0 if norm.num_batches_tracked is None else int(norm.num_batches_tracked)
+    seen = norm.num_batches_tracked
+    return 0 if seen is None or seen.is_meta else int(seen)
 
 
 def _share(norm: _BatchNorm, batches: int) -> float:

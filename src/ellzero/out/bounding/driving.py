@@ -17,6 +17,8 @@ from ellzero.gates.warning import warn
 from ellzero.objectives.following import after_step, refuse_overlap, unwrapped
 from ellzero.objectives.watching import listen
 
+LOOKS, MANY = 20, 4  # steps; gates that together have some gradient in so many, if there is any: most draws have none
+
 _WAITING: weakref.WeakKeyDictionary[Gated, tuple[Callable[[], bool], int]] = weakref.WeakKeyDictionary()
 
 
@@ -54,6 +56,7 @@ class Driver:
         alike = {key: own[key] for key in ("betas", "eps") if isinstance(optimizer, torch.optim.Adam)}
         self.adam = torch.optim.Adam(self._phi, lr=own.get("gate_lr", gate_lr), **alike)
         self._gradients: list[Tensor | None] = []
+        self._felt, self._looks = dict[str, Tensor](), LOOKS
         self._skips = False
         before = optimizer.register_step_pre_hook(self._before)
         self._hooks = [before, optimizer.register_step_post_hook(self._after)]
@@ -89,6 +92,8 @@ class Driver:
                 if any(gate.needs_loss for _, gate in self._gated.named_gates()):
                     told = "they learn from the loss: call `l0.objectives.estimated_backward` in the loop"
                 raise RuntimeError(f"the gates have no gradient: {told}")
+            if self._looks:
+                self._look()
             found = [p.grad if scale is None or p.grad is None else p.grad / scale for p in self._phi]
             learned = [p for p in self._phi if p.requires_grad]  # some say only what is closed for good
             slopes = dict(zip(learned, torch.autograd.grad(term, learned, allow_unused=True), strict=True))
@@ -96,6 +101,26 @@ class Driver:
             self._gradients = [b if a is None else a if b is None else a + b for a, b in zip(found, extra, strict=True)]
         for p in self._phi:
             p.grad = None  # the optimizer passes over it
+
+    def _look(self) -> None:
+        """Takes note of which gates the loss has a gradient for, and warns after some steps of those without any."""
+        learning = {
+            name: [p for p in gate.parameters() if p.requires_grad]
+            for name, gate in self._gated.named_gates()
+            if gate.shape.numel() >= MANY
+        }
+        self._looks -= 1
+        for name, own in learning.items():
+            for p in own:
+                if p.grad is not None:
+                    self._felt[name] = p.grad.any() | self._felt.get(name, False)
+        if not self._looks and (deaf := [n for n, own in learning.items() if own and not self._felt.get(n, False)]):
+            which = f"`{'`, `'.join(deaf[:3])}`" + (f" and {len(deaf) - 3} more" if len(deaf) > 3 else "")
+            warn(
+                f"no gradient of the loss has reached the gates of {which} in {LOOKS} steps, so that their price alone "
+                "moves them: take `torch.no_grad()` or `detach()` from that part of the model; where its weights are "
+                "frozen, `requires_grad_(False)` is enough"
+            )
 
     def _after(self, _: torch.optim.Optimizer, __: Any, ___: Any) -> None:
         if self._gradients:
