@@ -77,7 +77,6 @@ class Gated(Holding):
         self.taken: Plan | None = None
         counts = {"params": count_params, "macs": count_macs, "units": count_units}
         self.census = {key: count(graph, self.liveness) for key, count in counts.items()}
-        self.note_start()
         self.gate_lr: float | None = None
         self._assumed: Tensor | None = None
         self.on_activations = apply == "activations"
@@ -88,7 +87,7 @@ class Gated(Holding):
         if self.on_activations:
             both = self._masks, self._targets
             masking.refuse_other_function(model, self.example_inputs, *both, self._gates(), self.tables)
-        self.training, self._begun = model.training, sums(self.gates)
+        self.training, self._begun, self._first = model.training, sums(self.gates), self._batches_seen()
         self.show()
 
     @property
@@ -271,9 +270,6 @@ class Gated(Holding):
         self._known = None
         show_members(self.model, self.present, self._gates(), home.device)
         self.census_tables = {k: c.tables(home.device, dtype) for k, c in self.census.items() if c is not None}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "memo": {}}  # what was worked out inside `torch.func` cannot be copied
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -167,16 +167,13 @@ class Budget:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_driver": None, "_adam": self._moments()}  # an optimizer's copy has no hooks
+        return {**vars(self), "_driver": None, "_adam": _moments(self)}  # an optimizer's copy has no hooks
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._since = self.done
         if not self._finished:
             _claim(self.gated, self)
-
-    def _moments(self) -> dict[str, Any] | None:
-        return self._adam if self._driver is None else self._driver.adam.state_dict()
 
     def term(self) -> Tensor:
         """The Lagrangian's term, to add to the loss where no optimizer is driven; 0 when the gates have settled."""
@@ -269,7 +266,7 @@ class Budget:
             "masked": self.masked,
             "units": None if self.gated.taken is None else torch.as_tensor(self.gated.taken.units),
             "constraints": [constraint.state_dict() for constraint in self.constraints],
-            "adam": self._moments(),
+            "adam": _moments(self),
             "average": None if self._average is None else self._average.state_dict(),
             "tables": tables(self.bounds),
         }
@@ -287,21 +284,7 @@ class Budget:
         """
         optimizer = optimizer if self._driver is None else self._driver.optimizer
         _refuse_other(self, state, optimizer)
-        take_tables(self.bounds, state["tables"])
-        for constraint, saved in zip(self.constraints, state["constraints"], strict=True):
-            constraint.load_state_dict(saved)
-        self.done, self.masked, self._adam = state["done"], state["masked"], state["adam"]
-        self._since = self.done
-        if state["fixed"]:
-            _fix(self.gated)
-        self._resumed = optimizer is None and state["units"] is not None
-        if state["units"] is not None:
-            _take_out_again(self.gated, optimizer, state["units"].cpu())
-        if state["average"] is not None and (average := _averaged(self.gated.model, self.ema)) is not None:
-            average.load_state_dict(state["average"])
-            self._average = average
-        if self._driver is not None and self._adam is not None:
-            self._driver.adam.load_state_dict(self._adam)
+        _take_up(self, state, optimizer)
 
 
 def _warn_of_haste(budget: Budget) -> None:
@@ -319,6 +302,10 @@ def _identity(budget: Budget) -> dict[str, Any]:
     return {"bounds": bounds, **same, "pace": pace}
 
 
+def _moments(budget: Budget) -> dict[str, Any] | None:
+    return budget._adam if budget._driver is None else budget._driver.adam.state_dict()
+
+
 def _refuse_other(budget: Budget, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
     if missing := sorted(budget.state_dict().keys() - state.keys()):
         raise ValueError(f"`state` must be of a `Budget` of this version, got one without `{'`, `'.join(missing)}`")
@@ -333,6 +320,24 @@ def _refuse_other(budget: Budget, state: Mapping[str, Any], optimizer: torch.opt
         if optimizer is not None and budget.gated.taken is None:
             then = "; load this state first, then those of `gated` and of the optimizer"
             shrinking.refuse_uncut(budget.gated, budget.gated, optimizer, then)
+
+
+def _take_up(budget: Budget, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    take_tables(budget.bounds, state["tables"])
+    for constraint, saved in zip(budget.constraints, state["constraints"], strict=True):
+        constraint.load_state_dict(saved)
+    budget.done, budget.masked, budget._adam = state["done"], state["masked"], state["adam"]
+    budget._since = budget.done
+    if state["fixed"]:
+        _fix(budget.gated)
+    budget._resumed = optimizer is None and state["units"] is not None
+    if state["units"] is not None:
+        _take_out_again(budget.gated, optimizer, state["units"].cpu())
+    if state["average"] is not None and (average := _averaged(budget.gated.model, budget.ema)) is not None:
+        average.load_state_dict(state["average"])
+        budget._average = average
+    if budget._driver is not None and budget._adam is not None:
+        budget._driver.adam.load_state_dict(budget._adam)
 
 
 def _refuse_unsettled(budget: Budget) -> None:
@@ -389,7 +394,7 @@ def _let_go(gated: Gated, driver: Driver | None) -> None:
 def _fix(gated: Gated) -> None:
     gated.fix()
     gated.still = True
-    if not _in_a_group():  # there every rank waits for the gradient of each parameter that it began with
+    if not shrinking.in_a_group():  # there every rank waits for the gradient of each parameter that it began with
         for p in gated.gates.parameters():
             p.requires_grad_(False).grad = None  # no optimizer moves it, no decay reaches it
 
@@ -398,7 +403,7 @@ def _take_out(gated: Gated, optimizer: torch.optim.Optimizer | None) -> str | No
     """Takes closed units out of the live network and the optimizer's state, or says why they stay."""
     if optimizer is None:
         return "`step()` was given no optimizer"
-    if _in_a_group():
+    if shrinking.in_a_group():
         return "a process group holds on to the parameters"
     plan = shrinking.propose(gated, ~gated.opens().cpu().numpy())
     try:
@@ -432,11 +437,6 @@ def _hand_over(gated: Gated, average: AveragedModel | None, *, masked: bool) -> 
         gated.model.load_state_dict(average.module.state_dict())
     if masked and not gated.on_activations:
         fold_in(gated)  # momentum has moved what is closed: the model by itself would not be the gated one
-
-
-def _in_a_group() -> bool:
-    """Of one process too: DDP holds on to the parameters there as well."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _shown(budget: Budget) -> str:

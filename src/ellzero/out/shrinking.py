@@ -138,6 +138,11 @@ def carry_out(
             average[name] = torch.where(gone[inside[name]], new[name] * correction, average[name])
 
 
+def in_a_group() -> bool:
+    """Of one process too: DDP holds on to the parameters there as well."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def refuse_uncut(network: nn.Module, gated: Gated, optimizer: torch.optim.Optimizer, then: str = "") -> None:
     """Refuses gates that cannot go one by one, and what an optimizer remembers in another shape than a parameter's;
     `then` says what to do.

@@ -35,12 +35,8 @@ class Fixing(Showing):
     def fix(self, fixed: bool = True) -> Self:
         """Ends the noise: gates have their test-time values in training too, whoever calls `train()`."""
         self.fixed = fixed
-        self._batches = tuple(_seen(norm) for norm in self._norms())
+        self._batches = self._batches_seen()
         return self
-
-    def note_start(self) -> None:
-        """Remembers what batch norm has seen by now, without noise."""
-        self._first = tuple(_seen(norm) for norm in self._norms())
 
     def note_draw(self, *, noisy: bool) -> None:
         """Remembers a draw. Neither flag is read here: a compiler would compile anew when it has changed."""
@@ -68,6 +64,9 @@ class Fixing(Showing):
             "batch-norm statistics were gathered while gates were noisy, so that the error in evaluation is too high: "
             "call `l0.recalibrate(gated, batches)` first (`budget.finish(batches)` does), or train on with fixed gates"
         )
+
+    def _batches_seen(self) -> tuple[int, ...]:
+        return tuple(map(_seen, self._norms()))
 
     def _norms(self) -> list[_BatchNorm]:
         return [m for m in self.model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]

@@ -80,8 +80,10 @@ class Holding(Asking):
         return self._known.held
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy: nobody has said that its gates stay as they are."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("still", "_known")}
+        """Of a copy: nobody has said that its gates stay as they are. It works out anew what costs remember, of which
+        torch cannot copy what was made inside `torch.func`.
+        """
+        return {k: v for k, v in self.__dict__.items() if k not in ("still", "_known")} | {"memo": {}}
 
 
 def _written(tensors: list[Tensor]) -> list[tuple[int, int]]:
