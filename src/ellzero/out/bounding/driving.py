@@ -103,11 +103,13 @@ class Driver:
             p.grad = None  # the optimizer passes over it
 
     def _look(self) -> None:
-        """Takes note of which gates the loss has a gradient for, and warns after some steps of those without any."""
+        """Takes note of which gates the loss has a gradient for, and warns after some steps of those without any.
+        Families that see weights learn through them.
+        """
         learning = {
             name: [p for p in gate.parameters() if p.requires_grad]
             for name, gate in self._gated.named_gates()
-            if gate.shape.numel() >= MANY
+            if gate.shape.numel() >= MANY and not gate.sees_weights
         }
         self._looks -= 1
         for name, own in learning.items():
