@@ -26,11 +26,22 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(6, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+_KEPT: list[DistributedDataParallel] = []
+
+
+def in_parallel(gated: l0.Gated, **options: bool) -> DistributedDataParallel:
+    """The network in `DistributedDataParallel`, which is kept until the process ends. With its reducer goes the last
+    reference to the process group: torch joins gloo's threads there and holds the GIL, for which one of them may wait.
+    """
+    _KEPT.append(DistributedDataParallel(gated, **options))
+    return _KEPT[-1]
+
+
 def train(rank: int, folder: str) -> None:
     """What one of two processes does; what it has drawn and where it ends is left in the folder."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     gated = network()
-    parallel = DistributedDataParallel(gated, broadcast_buffers=False)
+    parallel = in_parallel(gated, broadcast_buffers=False)
     optimizer = torch.optim.SGD(gated.param_groups(lr=0.1, gate_lr=1.0))
     torch.manual_seed(7)  # alike on both ranks
     noises = []
@@ -59,7 +70,7 @@ def train_in_budget(rank: int, folder: str, world: int) -> None:
     budget = l0.Budget(gated, macs=0.4, learning=0.5, steps=40)
     optimizer = torch.optim.SGD(gated.param_groups(lr=1e-2), momentum=0.9, weight_decay=1e-3)
     budget.drive(optimizer)
-    parallel = DistributedDataParallel(gated)
+    parallel = in_parallel(gated)
     for step in range(24):
         torch.manual_seed(step)
         optimizer.zero_grad()
