@@ -71,3 +71,9 @@ def test_no_two_test_modules_have_the_same_name() -> None:
     """They are imported by it: of two, the second is not collected, and no test runs."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("plugin", ["logging", "anyio", "typeguard", "benchmark"])
+def test_plugins_that_slow_or_stop_the_tests_stay_out(plugin: str, pytestconfig: pytest.Config) -> None:
+    """Who has pytest-benchmark would see no test under xdist: it warns of that when it starts."""
+    assert pytestconfig.pluginmanager.is_blocked(plugin)
