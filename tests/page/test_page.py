@@ -25,7 +25,9 @@ from ellzero.gated.module import Gated
 from ellzero.gates.distributions import HardConcrete
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.out.files import FileError
+from ellzero.out.latency.cost import Latency
 from ellzero.out.latency.meter import interleaved
+from ellzero.out.latency.table import FORMAT
 from ellzero.page import charts, drawing, facts, page_file, run_figures, run_page, write
 from ellzero.page import run as making
 from support import into_nothing
@@ -518,7 +520,7 @@ def test_a_stack_has_a_page_for_each_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- how fast
 
 LATENCY = {
-    "format": "ellzero.latency",
+    "format": "ellzero.run.latency",
     "format_version": 1,
     "device": "CPU",
     "threads": 2,
@@ -579,6 +581,8 @@ def test_latency_is_stored_and_shown_again(copy: Path, capsys: Any) -> None:
     assert "Measured speed" in capsys.readouterr().out
     stored = json.loads((copy / "latency.json").read_text())
     assert [row["batch"] for row in stored["rows"]] == [1, 256]
+    with pytest.raises(ValueError, match=r"must be what `Latency.save` wrote, .* format is 'ellzero.run.latency'"):
+        Latency.load(copy / "latency.json")
     (copy / "latency.json").write_text(json.dumps(LATENCY))
     words = text_of(run_page(Folder.open(copy)))
     assert "Latency, batch 1 3 ms 1 ms 3.00 ×" in words
@@ -587,11 +591,12 @@ def test_latency_is_stored_and_shown_again(copy: Path, capsys: Any) -> None:
     for damaged in (
         "{",
         "[]",
-        '{"format": "ellzero.latency", "rows": [{}]}',
+        '{"format": "ellzero.run.latency", "format_version": 1, "rows": [{}]}',
         json.dumps(LATENCY).replace("0.001", "0"),
+        json.dumps(LATENCY | FORMAT),  # as `Latency.save` writes
     ):
         (copy / "latency.json").write_text(damaged)
-        assert "latency.json is damaged" in run_page(Folder.open(copy)), damaged
+        assert "latency.json is damaged or something else" in run_page(Folder.open(copy)), damaged
 
 
 # ---------------------------------------------------------------- files and the command line

@@ -38,7 +38,7 @@ from ellzero.out.reporting import MANY, AxisRow, Report, report
 from ellzero.out.tables import families, span
 from ellzero.page.layers import Layers, repeated
 
-LATENCY, FORMAT = "latency.json", "ellzero.latency"
+LATENCY, FORMAT = "latency.json", "ellzero.run.latency"
 COSTS = {"l0_norm": "density", "params": "parameters", "macs": "MACs"}
 BINS = 20  # of a histogram over (0, 1), the two ends apart
 _MOST_TIMES, _MOST_GATES, _MOST_TILES = 160, 400, 20  # what a screen can show
@@ -257,7 +257,7 @@ def _latency(folder: Folder) -> tuple[list[dict[str, float]], str, str]:
         threads = int(content["threads"])
         return rows, f"{content['device']}, {threads} thread{'s' * (threads != 1)}, torch {content['torch']}", ""
     except (FolderError, ValueError, KeyError, TypeError):
-        return [], "", f"{LATENCY} is damaged, so that no latency is shown: `--speed` measures again."
+        return [], "", f"{LATENCY} is damaged or something else, so that no latency is shown: `--speed` measures again."
 
 
 # ---------------------------------------------------------------- its network
