@@ -308,6 +308,23 @@ def test_what_changes_is_told_or_refused(own: str, tmp_path: Path, run: Run) -> 
         code, _, err = run("evaluate", "r")
         assert code == 2
         assert "`mine:load` are not those that the run was begun with: `train` was 120 and is 100\n" in err
+    wider = {"Conv2d(1, 8,": "Conv2d(1, 9,", "Norm2d(8)": "Norm2d(9)", "Conv2d(8,": "Conv2d(9,"}
+    as_many = {**wider, "12, 3, p": "11, 3, p", "Norm2d(12)": "Norm2d(11)", "Linear(12,": "Linear(11,"}  # units in all
+    for changes, why in (
+        (wider, "`gates.a.log_alpha` has shape (8,) there, and shape (9,) in the network here"),
+        (as_many, "`gates.a.log_alpha` has shape (8,) there, and shape (9,) in the network here"),
+        ({"outputs=3": "outputs=4"}, "it is of a network with 24 units in all, and the one here has 25"),
+        ({"nn.Dropout(0.1)": "nn.Linear(12, 12)"}, "has no place there, and shape (12,) in the network here"),
+    ):
+        changed = CODE
+        for before, after in changes.items():
+            changed = changed.replace(before, after)
+        with module(tmp_path, own, changed):
+            for command in (("evaluate", "r"), ("train", "--resume", "r")):
+                code, _, err = run(*command)
+                assert code == 1
+                assert "safetensors' cannot be taken up here: " in err
+                assert why in err
     (tmp_path / "mine.py").unlink()
     sys.modules.pop("mine", None)
     for command in (("evaluate", "r"), ("compact", "r"), ("train", "--resume", "r")):

@@ -352,9 +352,10 @@ def test_other_data_another_number_of_processes_and_multipliers_that_move_otherw
         with pytest.raises(CheckpointError, match=rf"multipliers that move by {why}.*and here they go by NuPI"):
             short(folder)
     name, value = next(iter(found.state["values"].items()))
+    own = name.removeprefix("network.")
     for values, why in (
-        ({name: value.reshape(-1)[:1]}, rf"`values\.{name}` has shape \(1,\), and must be "),  # it would fit everywhere
-        ({}, name),
+        ({name: value.reshape(-1)[:1]}, rf"`{own}` has shape \(1,\) there, and shape "),  # it would fit everywhere
+        ({}, f"`{own}` has no place there, and shape "),
     ):
         changed = {**found.state, "values": values}
         checkpoint.save(folder.checkpoints, changed, step=8, recipe_digest=digest, recipes=plain, keep=9)

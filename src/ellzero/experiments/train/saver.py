@@ -68,17 +68,19 @@ def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.average.begins = replace(trainer.policy, images=state["images"]).average_begins
     trainer.step.clock.copy_(state["clock"])
     if "shrinking" in state:
+        _refuse_other(state["values"], trainer.runs.values(), "network.gates.")  # they stay whole
         _shrink_like(trainer, state["shrinking"])
     trainer.fix(state["tuning"])
     with torch.no_grad():
         buffers = dict(trainer.runs.template.named_buffers())
         held = {"values": trainer.runs.values(), "buffers": buffers, "average": trainer.average.tensors}
-        for kind, name, tensor in ((kind, *item) for kind, own in held.items() for item in own.items()):
-            stored = state[kind][name]
-            if stored.shape != tensor.shape:  # one number would be copied to all places
-                shapes = f"{tuple(stored.shape)}, and must be {tuple(tensor.shape)}"
-                raise ValueError(f"`{kind}.{name}` has shape {shapes}")
-            tensor.copy_(stored)
+        for kind, own in held.items():
+            stored = state[kind]
+            if kind == "buffers":  # a network may make some while it trains, which one that is new has not yet
+                stored = {name: tensor for name, tensor in stored.items() if name in own}
+            _refuse_other(stored, own)
+            for name, tensor in own.items():
+                tensor.copy_(state[kind][name])
         trainer.step.losses.copy_(state["own"][trainer.rank]["losses"])
     trainer.hold()
     groups = trainer.optimizer.state_dict()["param_groups"]
@@ -91,8 +93,18 @@ def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
     checkpoint.set_random_state(state["own"][trainer.rank]["random"], trainer.device)
 
 
+def _refuse_other(stored: Mapping[str, Tensor], own: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Refuses tensors of another network: one number would be copied to all places."""
+    for name in [name for name in {**own, **stored} if name.startswith(prefix)]:
+        there, here = (f"shape {tuple(side[name].shape)}" if name in side else "no place" for side in (stored, own))
+        if there != here:
+            raise ValueError(f"`{name.removeprefix('network.')}` has {there} there, and {here} in the network here")
+
+
 def _shrink_like(trainer: Trainer, state: Mapping[str, Any]) -> None:
     units, present = state["units"].cpu().numpy(), shrinking.there(trainer.gated)
+    if len(units) != len(present):
+        raise ValueError(f"it is of a network with {len(units)} units in all, and the one here has {len(present)}")
     if (units & ~present).any():
         raise ValueError("`state` must be of a network that is no larger than this one: load it into a new trainer")
     if (present & ~units).any():
