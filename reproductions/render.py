@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ellzero.experiments.campaign import Record
+from ellzero.experiments.campaign import Record, lengths
 from ellzero.experiments.store.statistics import with_interval
 from ellzero.experiments.study import find, stored, studies
 from ellzero.out.tables import markdown, new_table
@@ -157,7 +157,7 @@ def source(records: list[Record]) -> str:
 
     commits = ", ".join(dict.fromkeys(f"`{str(r['commit'])[:12]}`" for r in records))
     return (
-        f"Seeds: {all_of(lambda r: len(r['seeds']))}; {all_of(lambda r: r['recipe']['epochs'])} epochs, "
+        f"Seeds: {all_of(lambda r: len(r['seeds']))}; {lengths(r['recipe'] for r in records)}, "
         f"{all_of(lambda r: r['device'])}, torch {all_of(lambda r: r['torch'])}, commit {commits}."
     )
 

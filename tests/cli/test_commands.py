@@ -193,16 +193,17 @@ def test_json_of_a_run(home: Path, run: Run, small: torch.nn.Module) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_page")
 def test_fields_go_into_the_recipe_and_the_folder_has_its_name(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(SMALL.override(epochs=1, finetune_epochs=0).to_toml())
+    (tmp_path / "mine.toml").write_text(SMALL.to_toml())
     options = ["--seed", "3", "--at-most", '{"fc1" = 0.5, "fc2" = 0.5}', "--gate_lr", "2e-2", "--dual", "nupi"]
-    code, _, err = run("train", "mine.toml", *options, "--nu", "-0.5", "--name", "mine")
+    code, _, err = run("train", "mine.toml", *options, "--nu", "-0.5", "--name", "mine", "--epochs", "1")
     assert code == 0
-    last = err.splitlines()[-1]
-    assert re.fullmatch(r"mine, seed 3: epoch 1/1, \d+:\d\d taken, error .* %, multipliers? .*", last), last
+    first, *_, last = err.splitlines()
+    told = "ellzero: after `--epochs`, with gates that learn, comes fine-tuning, {} (`--finetune-epochs`)"
+    assert first == told.format("1 epoch")
+    assert re.fullmatch(r"mine, seed 3: epoch 2/2, \d+:\d\d taken, error .* %, multipliers? .*", last), last
     assert Folder.open(tmp_path / "runs" / "mine-seed3").recipes == [
         SMALL.override(
             epochs=1,
-            finetune_epochs=0,
             seed=3,
             at_most={"fc1": 0.5, "fc2": 0.5},
             gate_lr=2e-2,

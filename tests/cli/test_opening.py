@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import ellzero as l0
-from ellzero.cli.opening import loading
+from ellzero.cli.opening import loading, tell_of_tuning
 from ellzero.experiments import data, networks
 from ellzero.experiments.papers import get
 from support import ROOT
@@ -31,6 +32,24 @@ def test_the_printed_python_loads_the_compact_network(name: str, network: str, t
     known = {"images": dataset.test_x}
     exec("\n".join(loading(recipe, tmp_path / "small.safetensors", dataset)), known)
     torch.testing.assert_close(known["logits"], small(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("budget-mlp", {"epochs": [1, 3]}, "10 epochs (`--finetune-epochs`)\n"),
+        ("budget-mlp", {"at_most": [0.2]}, ""),
+        ("budget-mlp", {"epochs": "3", "finetune_epochs": "1"}, ""),
+        ("gallego-mlp", {"epochs": "3"}, ""),
+    ],
+)
+def test_who_changes_the_epochs_hears_of_those_that_follow(
+    name: str, given: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell_of_tuning(get(name), given)
+    err = capsys.readouterr().err
+    assert err.endswith(told)
+    assert bool(err) == bool(told)
 
 
 def test_the_page_says_what_is_printed() -> None:

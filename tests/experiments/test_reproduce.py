@@ -26,7 +26,8 @@ from scipy import stats
 import ellzero.cli.campaigns as command
 from ellzero.cli import main, opening
 from ellzero.experiments import study as making
-from ellzero.experiments.campaign import CampaignError
+from ellzero.experiments.arena.contest import Contest
+from ellzero.experiments.campaign import CampaignError, lengths
 from ellzero.experiments.data import Dataset, load
 from ellzero.experiments.papers import get
 from ellzero.experiments.recipe import Recipe
@@ -217,6 +218,25 @@ def test_only_the_rows_that_match_are_trained(untrained: Untrained, tmp_path: Pa
         made.recipes(only="first,x")
 
 
+@pytest.mark.parametrize(
+    ("asked", "tuned"), [(None, [10, 0, 300]), (1, [1, 0, 8]), (3, [1, 0, 22]), (20, [5, 0, 150]), (200, [10, 0, 300])]
+)
+def test_fewer_epochs_are_fewer_of_every_phase(asked: int | None, tuned: list[int]) -> None:
+    """Each phase has one at least; what is stored with more epochs than a recipe's was tuned as long as it says."""
+    recipes = [get(name).override(data="mnist5k") for name in ("budget-mlp", "gallego-mlp", "frontier-mlp")]
+    made = study(*(Row(r.name, r) for r in recipes))
+    found = [recipe for _, recipe in made.recipes(epochs=asked)]
+    assert [r.epochs for r in found] == [asked or r.epochs for r in recipes]
+    assert [r.finetune_epochs for r in found] == tuned
+
+
+def test_how_long_recipes_train_is_said_with_their_tuning() -> None:
+    assert lengths([tiny("a", epochs=1).to_dict()]) == "1 epoch"
+    assert lengths([tiny("a").to_dict(), {"epochs": 20}, tiny("b").to_dict()]) == "2 or 20 epochs"
+    assert lengths([get("budget-mlp").to_dict(), get("frontier-mlp").to_dict()]) == "40 + 10 or 40 + 300 epochs"
+    assert lengths([get("demo").override(epochs=1, finetune_epochs=1).to_dict()]) == "1 + 1 epochs"
+
+
 def test_seeds_of_two_occasions_are_one_row(done: Any, tmp_path: Path) -> None:
     _, made, (both, _), _ = done
     late, early = tmp_path / "late", tmp_path / "early"
@@ -262,10 +282,18 @@ def test_what_is_computed_is_stored_with_its_source(tmp_path: Path) -> None:
     assert stored(made, tmp_path) == ([record], [])
 
 
-@pytest.mark.parametrize("name", ["seeds", "every", "at_once"])
-def test_numbers_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
-        Reproduction(study(Row("a", tiny("a"))), **{name: 0})
+@pytest.mark.parametrize("kind", ["rows", "arena", "computed"])
+@pytest.mark.parametrize(
+    ("name", "least"), [("seeds", 1), ("epochs", 1), ("every", 1), ("at_once", 1), ("first_seed", 0)]
+)
+def test_numbers_that_are_too_low_are_refused(name: str, least: int, kind: str) -> None:
+    made = {
+        "rows": study(Row("a", tiny("a"))),
+        "arena": study(contests=(Contest("lenet300", "dense", 1, "mnist5k", 2),)),
+        "computed": study(compute=list),
+    }
+    with pytest.raises(ValueError, match=f"`{name}` must be at least {least}, got {least - 1}$"):
+        Reproduction(made[kind], **{name: least - 1})
 
 
 def test_a_run_that_diverges_leaves_the_other_rows(untrained: Untrained, tmp_path: Path) -> None:

@@ -503,7 +503,7 @@ def test_the_page_gets_tables_and_figures_of_what_is_stored(tmp_path: Path) -> N
     assert blocks["control-200"] == blocks["louizos2018-table1"] == "No results are stored yet."
     assert "| MLP, ε=33 %, difference |" in blocks["gallego2021-extragradient"]
     assert "| LeNet-5 | MACs | 24 |" in blocks["control-40"]
-    assert blocks["control-40"].endswith("Seeds: 3; 4 epochs, CPU, torch 2.13.0, commit `000000000000`.")
+    assert blocks["control-40"].endswith("Seeds: 3; 4 + 1 epochs, CPU, torch 2.13.0, commit `000000000000`.")
     assert "![control-40](figures/control-40.svg)" in page
     assert "![control-200]" not in page
     copies = render.copies(tmp_path)

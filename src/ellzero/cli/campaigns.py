@@ -23,7 +23,7 @@ from ellzero.cli.console import FAILED, INTERRUPTED, CommandError, drawn, forese
 from ellzero.cli.opening import ChosenFields, DataDir, Device, Every, Fields, RecipeName, Workers, option
 from ellzero.experiments import study as making
 from ellzero.experiments import sweep as sweeping
-from ellzero.experiments.campaign import AT_ONCE, Record, counted
+from ellzero.experiments.campaign import AT_ONCE, Record, counted, lengths
 from ellzero.experiments.figures import NAMES, PlotsMissingError, can_draw
 from ellzero.experiments.study import Reproduction, Study
 from ellzero.experiments.sweep import Sweep
@@ -71,7 +71,7 @@ def reproduce(
         name: name of a study; all are listed if it is absent.
         seeds: runs of each row, with the first seed and those after it.
         first_seed: for further seeds, in another folder: --draw-only joins ROW.seedN.json to the ROW.json beside it.
-        epochs: in place of the recipes' own.
+        epochs: with gates that learn, in place of the recipes' own; fewer shorten the fine-tuning after them alike.
         device: where to train; auto is a GPU if there is one.
         data: in place of the recipes' own; mnist5k, a part of MNIST, and sonnets come with the library.
         data_dir: folder of the data's files; else $ELLZERO_DATA, else the user's cache, to which they are downloaded.
@@ -125,12 +125,10 @@ def _asked(
     refuse(not study.rows and first_seed, f"`--first-seed` must be absent: `{study.name}` has no rows of recipes")
     refuse(study.contests and every > 1, "`--every` must be absent: the arena looks at the last epoch alone")
     with foreseen(ValueError):
-        found = Reproduction(
+        return Reproduction(
             study, given["seeds"], given["epochs"], given["data"], given["only"] or "*", every, together,
             first_seed,
         )  # fmt: skip
-        _ = found.contests  # what does not fit is told now
-        return found
 
 
 def _drawable(study: Study) -> bool:
@@ -183,9 +181,8 @@ def _show_study(study: Study, records: list[Record], home: Path, json: bool) -> 
         show_json(records)
         return
     if study.table is not None:
-        lengths, runs = {r["recipe"]["epochs"] for r in records}, {len(r["seeds"]) for r in records}
+        epochs, runs = lengths(r["recipe"] for r in records), {len(r["seeds"]) for r in records}
         data = " and ".join(dict.fromkeys(r["recipe"]["data"] for r in records))
-        epochs = f"{' or '.join(map(str, sorted(lengths)))} epoch{'s' * (lengths != {1})}"
         devices = ", ".join(dict.fromkeys(str(r["device"]) for r in records))
         seeds = f"{' or '.join(map(str, sorted(runs)))} seed{'s' * (runs != {1})}"
         show(study.table(records, f"{study.title}; {data}, {epochs}, {devices}, {seeds}"), width=190)
@@ -263,6 +260,7 @@ def _chosen(
         grid = {name: sweeping.values_of(name, text) for name, text in opening.typed(fields).items()}
         found = opening.unnamed_recipe(_first(fields)) if recipe is None else opening.find_recipe(recipe)
         if found is not None:
+            opening.tell_of_tuning(found, grid)
             home = Path("runs", "sweep", found.name) if out is None else Path(out)
             begun = resume and (home / "sweep.json").exists()
             asked = Sweep(found, grid, seeds or 1, every or 1)

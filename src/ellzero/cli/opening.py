@@ -6,7 +6,7 @@ What the commands about runs share. No command is here. Every function here rais
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from ellzero.cli.console import FAILED, CommandError, foreseen, refuse
+from ellzero.cli.console import FAILED, CommandError, foreseen, refuse, tell
 from ellzero.experiments import data, papers
+from ellzero.experiments.campaign import counted
 from ellzero.experiments.data import Dataset, OwnError, Tensors
 from ellzero.experiments.recipe import FIELDS, Recipe, from_strings, refuse_idle
 from ellzero.experiments.store import checkpoint
@@ -92,6 +93,13 @@ def override(recipe: Recipe, fields: Any) -> Recipe:
         changed = recipe.override(**values)
         refuse_idle(changed, values)
         return changed
+
+
+def tell_of_tuning(recipe: Recipe, given: Collection[str]) -> None:
+    """Says what comes after the epochs that were asked for, where nobody has said how long that takes."""
+    if "epochs" in given and "finetune_epochs" not in given and recipe.finetune_epochs:
+        told = counted(recipe.finetune_epochs, "epoch")
+        tell(f"ellzero: after `--epochs`, with gates that learn, comes fine-tuning, {told} (`--finetune-epochs`)")
 
 
 def find_device(word: Device, begun_on: str | None = None) -> torch.device:

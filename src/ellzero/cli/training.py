@@ -205,6 +205,7 @@ def _made(
     about |= {} if workers is None else {"workers": workers}
     problem = folder = None
     if processes.rank() == 0:
+        opening.tell_of_tuning(run.recipes[0], opening.typed(fields))
         try:
             folder = Folder.create(run.path, run.recipes, about, lock=True)
         except (FileError, FolderError) as error:

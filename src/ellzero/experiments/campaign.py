@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -323,6 +323,13 @@ def diverged(folder: Folder) -> str | None:
     """What was noted where the run of a stack has diverged."""
     file = folder.path / _DIVERGED
     return str(records.read(file)) if file.exists() else None
+
+
+def lengths(recipes: Iterable[Mapping[str, Any]]) -> str:
+    """How many epochs recipes train for, as plain data: "3 epochs", or "40 + 10 or 25 + 250 epochs" with tuning."""
+    parts = ([r["epochs"], *filter(None, [r.get("finetune_epochs")])] for r in recipes)  # the arena's have none
+    told = list(dict.fromkeys(" + ".join(map(str, part)) for part in parts))
+    return f"{' or '.join(told)} epoch{'s' * (told != ['1'])}"
 
 
 def counted(number: int, word: str) -> str:

@@ -168,11 +168,19 @@ class Study:
         self, *, epochs: int | None = None, data: str | None = None, only: str = "*"
     ) -> list[tuple[Row, Recipe]]:
         """The rows whose name matches one of the patterns with commas between, each with the recipe that is run: with
-        these epochs and data instead of its own.
+        these epochs and data instead of its own; fewer epochs shorten the fine-tuning after them alike.
         """
         changes = {name: value for name, value in (("epochs", epochs), ("data", data)) if value is not None}
         wanted = self.matching(only)
-        return [(row, row.recipe.override(**changes)) for row in self.rows if row.recipe.name in wanted]
+        rows = [row for row in self.rows if row.recipe.name in wanted]
+        return [(row, row.recipe.override(**changes, **_tuning(row.recipe, epochs))) for row in rows]
+
+
+def _tuning(recipe: Recipe, epochs: int | None) -> dict[str, int]:
+    """Fewer epochs with fixed gates where fewer are asked for with gates that learn, in proportion."""
+    if epochs is None or epochs >= recipe.epochs or not recipe.finetune_epochs:
+        return {}
+    return {"finetune_epochs": max(1, round(recipe.finetune_epochs * epochs / recipe.epochs))}
 
 
 def studies(folder: Path | None = None) -> dict[str, Study]:
@@ -230,9 +238,10 @@ class Reproduction:
     first_seed: int = 0  # the others follow: further seeds of a row that takes long, on another occasion
 
     def __post_init__(self) -> None:
-        for name, number in self.settings.items():
-            if isinstance(number, int) and number < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {number}")
+        for name, least in {"seeds": 1, "epochs": 1, "every": 1, "at_once": 1, "first_seed": 0}.items():
+            if (number := getattr(self, name)) is not None and number < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {number}")
+        _ = self.rows, self.contests  # what does not fit is told now
 
     @property
     def all_seeds(self) -> range:

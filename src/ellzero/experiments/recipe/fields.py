@@ -309,7 +309,7 @@ class Fields:
     l2_gated_factor: Annotated[NotNegative, "`l2` times it is for gated weights.", _ON_GATED_L2, _BY_EQ_17] = 1.0
     detach_l2: Annotated[bool, "whether the gates feel nothing of eq. 17.", _ON_GATED_L2, _BY_EQ_17] = False
     batch: Annotated[Count, "images in a batch."] = 100
-    epochs: Annotated[Count, "with gates that learn."] = 200
+    epochs: Annotated[Count, "with gates that learn; those of `finetune_epochs` come after them."] = 200
     weights_first: Annotated[
         Rate,
         "over which fraction of the epochs weights train alone at first, with gates as they begin, without noise.",
