@@ -36,7 +36,7 @@ from ellzero.experiments.store.provenance import provenance
 CELLS = (0.1, 0.2, 0.35, 0.5)
 HELD_OUT, EPS, MOMENTUM = 10_000, 1e-6, 0.9
 GAMMA, ZETA, BETA, SHARPNESS = -0.1, 1.1, 2 / 3, 7.0
-FALLING, TRAVEL, FASTEST = 0.5, 25.0, 0.1  # of `Budget`
+FALLING, TRAVEL, FASTEST = 0.5, 25.0, 0.3  # of `Budget`
 
 
 @final

@@ -227,6 +227,6 @@ def test_pacing_compares_one_loop_at_four_paces(benchmark: Any, tmp_path: Path, 
     short = ["--networks", "lenet300", "--epochs", "2", "--at-most", "0.1", "--seeds", "1"]
     benchmark("pacing").main([*short, "--json", str(file)])
     rows = json.loads(file.read_text())["rows"]
-    assert [row["pace"] for row in rows] == ["default", "from 0.05", "from 0.8", "unbounded"]
+    assert [row["pace"] for row in rows] == ["default", "from 0.05", "from 0.2", "unbounded"]
     assert all(0 < row["errors"][0] < 100 and 0 < row["least_kept"][0] <= 1 for row in rows)
     assert capsys.readouterr().out.count("2 epochs,  10 %") == 4

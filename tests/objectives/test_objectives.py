@@ -1049,10 +1049,10 @@ def test_self_paced_ascent_grows_by_one_fold_at_most_while_a_gate_closes(share: 
     for k in range(40):
         seen = dual.measured(torch.tensor([share - 0.2]), torch.tensor([0.2]))
         dual.step(multiplier, seen, memory, first=k == 0)
-    assert multiplier.item() == pytest.approx(0.2 * math.exp(2 * folds), rel=1e-4)
+    assert multiplier.item() == pytest.approx(0.1 * math.exp(2 * folds), rel=1e-4)
     dual.step(multiplier, torch.tensor([-3.0]), memory, first=False)
     assert multiplier.item() == 0
-    assert memory["level"].item() == pytest.approx(0.2 * math.exp(2 * folds - 0.025), rel=1e-4)
+    assert memory["level"].item() == pytest.approx(0.1 * math.exp(2 * folds - 0.025), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["rate", "start", "highest", "counts"])

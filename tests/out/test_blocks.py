@@ -229,6 +229,23 @@ def test_the_evidence_for_a_block_is_that_for_all_that_goes_with_it() -> None:
     assert [name for name in wholes(gated) if not gates[name].open().any()] == ["right.block"]
 
 
+@pytest.mark.parametrize("strange", [[], ["encoder.layers.1.linear1"]])
+def test_a_block_that_is_surely_open_is_not_closed_because_its_units_are_dear(strange: list[str]) -> None:
+    """Units can meet this target, and no block is to go. By P alone that of two heads went; six cheap units stayed.
+    That some other gates have no P makes no difference.
+    """
+    make, x, *_ = NETWORKS["torch"]
+    kinds = {**dict.fromkeys(strange, l0.gates.VIBGate), "*": l0.HardConcreteGate}
+    gated = traced.attached(settled(make()), x, where=l0.shrinkable(blocks=True), gate=kinds).eval()
+    gates = dict(gated.named_gates())
+    with torch.no_grad():
+        for name, gate in gates.items():
+            if isinstance(gate, l0.HardConcreteGate):
+                gate.log_alpha.fill_(9.0 if name in wholes(gated) else 3.0)
+    l0.finalize(gated, 0.6, l0.macs)
+    assert all(gates[name].open().all() for name in wholes(gated))
+
+
 def test_a_block_that_is_gone_is_saved_and_loaded(tmp_path: Path) -> None:
     gated = attached("torch")
     set_gates(gated, {name: [0] for name in wholes(gated)[:2]})
@@ -357,8 +374,10 @@ def test_inputs_of_a_closed_block_are_not_picked() -> None:
 
 @pytest.mark.slow
 def test_a_recipe_closes_blocks() -> None:
-    """Under a budget that units alone cannot meet: they are gone while it trains on, and where they are counted."""
-    budget = {"at_most": 0.15, "cost": "macs", "dual": "auto", "gate_lr": 0.3, "epochs": 4, "settle_at": 2}
+    """Under a budget that units alone cannot meet, 9.3 % at least: they are gone while it trains on, and where they are
+    counted.
+    """
+    budget = {"at_most": 0.08, "cost": "macs", "dual": "auto", "gate_lr": 0.3, "epochs": 4, "settle_at": 2}
     recipe = runs.recipe("wrn-10-1", placement="whole", **budget)
     trainer = Trainer([recipe], runs.images("cifar10"))
     for _ in range(recipe.epochs):
@@ -368,7 +387,7 @@ def test_a_recipe_closes_blocks() -> None:
     gone = [k for k in range(3) if not left[f"blocks.{k}.block"]]
     assert gone
     assert all(left[f"blocks.{k}.conv1"] == 0 for k in gone)
-    assert float(l0.macs(gated, kept=True)) <= 0.15 * l0.dense(l0.macs, gated)
+    assert float(l0.macs(gated, kept=True)) <= 0.08 * l0.dense(l0.macs, gated)
 
 
 @pytest.mark.parametrize("which", [0, 1])

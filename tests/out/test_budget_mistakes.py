@@ -359,6 +359,69 @@ def test_a_copy_is_driven_anew_and_goes_on_as_the_original() -> None:
         copy.copy(waiting)
 
 
+@pytest.mark.parametrize("way", ["copied", "taken up"])
+def test_an_average_that_nothing_moves_is_noticed(way: str) -> None:
+    """When the gates have settled too: the loop would hand over the weights of before."""
+    gated, budget, adam = begun(ema=0.9)
+    train(gated, budget.drive(adam)._driver.optimizer, 6)
+    if way == "copied":
+        network, other, twin = copy.deepcopy((gated, budget, adam))
+    else:
+        network, other, twin = begun(ema=0.9)
+        other.load_state_dict(budget.state_dict(), twin)
+        network.load_state_dict(gated.state_dict())
+    train(network, twin, 1)
+    with pytest.warns(UserWarning, match=r"nothing moves the budget: call `budget.drive\(optimizer\)`"):
+        train(network, twin, 1)
+    train(network, twin, 1)  # once
+    assert other.done == 6
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_a_budget_that_has_nothing_more_to_move_or_is_moved_is_left_alone(ema: float | None) -> None:
+    gated, budget, adam = begun(ema=ema)
+    train(gated, budget.drive(adam)._driver.optimizer, 6)
+    network, other, twin = copy.deepcopy((gated, budget, adam))
+    for _ in range(3):
+        train(network, twin, 1)
+        if ema is not None:
+            other.step(twin)
+    other.finish()
+    train(network, twin, 3)
+
+
+def test_an_average_that_step_moves_is_left_alone_where_two_optimizers_step_before_it() -> None:
+    gated, budget, _ = begun(ema=0.9)
+    budget.settle()
+    halves = [torch.optim.SGD([p], lr=1e-2) for p in gated.parameters()]
+    for _ in range(3):
+        (F.cross_entropy(gated(X), Y) + budget.term()).backward()
+        for optimizer in halves:
+            optimizer.step()
+        budget.step()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("always:gates settle after")
+@pytest.mark.parametrize("whole", [True, False])
+def test_gates_whose_gradients_are_clipped_away_are_noticed(whole: bool) -> None:
+    """A clip takes what the loss says to the gates, and leaves the budget's term, which comes after it."""
+    gated, budget, adam = begun(steps=600, macs=0.7)
+    budget.drive(adam)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(300):
+            adam.zero_grad()
+            F.cross_entropy(gated(X), Y).backward()
+            nn.utils.clip_grad_norm_((gated if whole else gated.model).parameters(), 1e-3)
+            adam.step()
+    told = [str(w.message) for w in said]
+    assert budget.phase == "tuning"
+    assert [t.rpartition("clip ")[2] for t in told] == (
+        ["the gradients of `gated.model.parameters()` alone"] if whole else []
+    )
+
+
 def test_a_state_that_comes_after_that_of_the_optimizer_is_refused_and_changes_nothing() -> None:
     gated, budget, adam = begun()
     budget.drive(adam)
@@ -383,7 +446,7 @@ class Behind(nn.Module):
 
     def __init__(self, grad: bool) -> None:
         super().__init__()
-        self.back = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8)).requires_grad_(False)
+        self.back = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 8)).requires_grad_(False)
         self.middle, self.head, self.grad = nn.Linear(8, 8), nn.Linear(8, 2), grad
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

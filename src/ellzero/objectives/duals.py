@@ -19,7 +19,7 @@ from ellzero.objectives.checking import check_count, check_number
 _FOLDS = 100.0  # e-folds of λ in a run of `SelfPacedAscent` that is at e = 2.7 times its target throughout
 _SPEED = 0.5  # e-folds of λ per step, unit of violation and unit of the gates' learning rate, at most
 _COUNTS = 0.5  # the violation that counts at most (`benchmarks/pacing.py`)
-_START = 0.2  # where ℓ begins, and how low it falls (the same)
+_START = 0.1  # where ℓ begins, and how low it falls (the same)
 
 
 class AbstractDual(ABC):
@@ -166,7 +166,7 @@ class SelfPacedAscent(AbstractDual):
     """Ascent in log λ at a rate that needs no tuning: `ExponentiatedAscent` with η = min(100/steps, gate_lr/2).
 
     The level ℓ ← ℓ·exp(η·g) with g = log(cost/target) within [−½, ½], and λ is ℓ where the constraint is violated and 0
-    where it holds. ℓ begins at 0.2, below what a cross-entropy yields to: gates follow the loss first, and are
+    where it holds. ℓ begins at 0.1, below what a cross-entropy yields to: gates follow the loss first, and are
     pressed by as much as it takes. The first bound on η is that of a run: λ grows by at most 50 e-folds in all. The
     second is that of the gates: Adam moves them by about `gate_lr` in a step, so that closing one takes some 4/gate_lr
     steps, in which λ may grow by one e-fold. What is kept does not answer before a gate is closed: a λ that grows

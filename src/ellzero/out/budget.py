@@ -27,12 +27,13 @@ from ellzero.objectives.watching import moves
 from ellzero.out import shrinking
 from ellzero.out.bounding.driving import Driver, refuse_without, remind
 from ellzero.out.bounding.pacing import FALLING, gate_rate, steps_of_learning
+from ellzero.out.bounding.targets import shares
 from ellzero.out.bounding.telling import measures, percent, told
 from ellzero.out.compaction import compact
 from ellzero.out.finalization import Uniform, refuse_unreachable
 from ellzero.out.latency.bounds import in_words_of, measured, said, tables, take_tables
 from ellzero.out.latency.cost import Latency
-from ellzero.out.settling import fold_in, recalibrate, settle, shares, warn_of_haste
+from ellzero.out.settling import fold_in, recalibrate, settle, warn_of_haste
 
 _DRIVEN: weakref.WeakKeyDictionary[Gated, weakref.ref[Budget]] = weakref.WeakKeyDictionary()
 
@@ -179,7 +180,8 @@ class Budget:
         """The Lagrangian's term, to add to the loss where no optimizer is driven; 0 when the gates have settled."""
         if self._driver is not None:
             raise RuntimeError("`term()` must not be added where `drive` does it already: it would count twice")
-        return self.gated.tables["ends"].new_zeros(()) if (term := self._term()) is None else term
+        term, self._termed = self._term(), True  # in the tuning too: who asks for it is about to call `step`
+        return self.gated.tables["ends"].new_zeros(()) if term is None else term
 
     def _term(self) -> Tensor | None:
         if self.phase != "learning":
@@ -378,10 +380,10 @@ def _claim(gated: Gated, budget: Budget) -> None:
 
 
 def _waits(here: weakref.ref[Budget]) -> bool:
-    """Whether no step has moved a budget, nor is about to."""
-    if (budget := here()) is None or budget._driver is not None or budget._termed or budget.phase != "learning":
+    """Whether no step has moved a budget that has something to move, gates or an average, nor is about to."""
+    if (budget := here()) is None or budget._driver is not None or budget._termed:
         return False
-    return budget.done == budget._since
+    return budget.done == budget._since and (budget.phase == "learning" or budget._average is not None)
 
 
 def _let_go(gated: Gated, driver: Driver | None) -> None:

@@ -41,7 +41,7 @@ def finalize(
     Closes the units with the lowest evidence per cost saved first. A unit weighs more the fewer are left in its
     placement, and one always stays: the one with most evidence, of those that the placements before still lead to.
     What must keep as many units in each of its parts, as the groups of a convolution, loses one unit of each at once.
-    A block that has a gate may go as a whole: its evidence is the gate's times that of all units that go with it.
+    A block that has a gate may go as a whole: its evidence is the odds of its gate times that of all units in it.
     Changes the gates in place, and no weights.
 
     Args:

@@ -21,13 +21,12 @@ from ellzero import gates
 from ellzero.gated.module import Gated
 from ellzero.gates.warning import warn
 from ellzero.graph.tracing import first_line
-from ellzero.objectives.checking import Bound, Bounds
-from ellzero.objectives.costs import Cost, dense, kept, name_of
-from ellzero.out.bounding.targets import targets_of
+from ellzero.objectives.checking import Bounds
+from ellzero.out.bounding.targets import shares
 from ellzero.out.finalization import MUCH, Uniform, bring_within, revive
 from ellzero.out.latency.correcting import chosen_by_the_clock
 
-CHOICE = 4.0  # how far log α goes when a gate chooses: from nearly open to closed
+CHOICE = 8.0  # how far log α must be able to go: 4 from nearly open to closed, and as far while multipliers grow
 SCANT = 0.5  # the share of a bound under which gates have closed far too much
 
 
@@ -45,17 +44,9 @@ def warn_of_haste(gated: Gated, bounds: Bounds, travelled: float, when: str, why
     if all(share < SCANT * most for _, share, most in found):
         for what in told:
             warn(
-                f"gates settle after {when} with {what}: multipliers press too hard on a loss far below 1, so give it "
-                "in units of its first values"
+                f"gates settle after {when} with {what}: multipliers press too hard on a loss far below 1, or clipped; "
+                "give it in units of its first values, and clip the gradients of `gated.model.parameters()` alone"
             )
-
-
-@torch.no_grad()
-def shares(gated: Gated, cost: Cost, bound: Bound) -> Iterator[tuple[str, float, float]]:
-    """The name of each bound of a cost, what is kept of it now, and what may be, as fractions of the dense cost."""
-    for target in targets_of(gated, bound, cost):
-        share = float(kept(target.counted)(gated)) / dense(target.counted, gated)
-        yield name_of(cost) + ("" if target.only is None else f" of {target.only}"), share, target.fraction
 
 
 @torch.no_grad()

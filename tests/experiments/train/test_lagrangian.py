@@ -153,7 +153,7 @@ def test_the_automatic_controller_fits_the_length_of_the_run() -> None:
         for step in range(steps):
             l.ascend(torch.tensor([[0.05 * 0.2]]), BEGIN, first=step == 0)
         ends.append(l.multiplier.item())
-    assert ends == pytest.approx([0.2 * 1.05**100] * 2, rel=1e-3)
+    assert ends == pytest.approx([0.1 * 1.05**100] * 2, rel=1e-3)
 
 
 def test_the_automatic_controller_waits_for_slow_gates() -> None:
@@ -168,7 +168,7 @@ def test_the_automatic_controller_goes_by_the_target_of_the_moment() -> None:
     r = recipe(at_most=0.2, target_warmup=0.5, gate_lr=1000.0)
     l = lagrangian(r, steps=100)  # noqa: E741
     l.ascend(torch.tensor([[0.1]]), torch.tensor(25.0), first=True)
-    assert l.multiplier.item() == pytest.approx(0.2 * (1 + 0.1 / 0.2**0.5) ** (100 / 100), rel=1e-5)
+    assert l.multiplier.item() == pytest.approx(0.1 * (1 + 0.1 / 0.2**0.5) ** (100 / 100), rel=1e-5)
     l.ascend(torch.tensor([[-0.1]]), torch.tensor(60.0), first=False)
     assert l.multiplier.item() == 0
 

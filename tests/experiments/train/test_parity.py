@@ -29,6 +29,7 @@ from support.trained import BATCH, TRAIN, data, recipe
 
 EPOCHS = 4
 STEPS = EPOCHS * TRAIN // BATCH
+RATE = min(0.3, 25 / STEPS)  # of gates, if nobody says
 CONSTRAINED: dict[str, Any] = {"cost": "macs", "at_most": 0.25, "on": "kept", "gate_lr": 0.125, "epochs": EPOCHS}
 
 
@@ -40,7 +41,7 @@ def by_hand(
     gate = partial(l0.HardConcreteGate, drop_rate=r.drop_rate("fc1"))
     gated = l0.attach(model, torch.zeros(2, 1, 28, 28, dtype=torch.float64), gate=gate)
     gated.load_state_dict(trainer.runs.template.network.state_dict())
-    rate = 0.1 if r.gate_lr == "auto" else r.gate_lr
+    rate = RATE if r.gate_lr == "auto" else r.gate_lr
     groups = gated.param_groups(lr=r.lr, gate_lr=rate)
     optimizer, *others = [torch.optim.Adam(groups)]
     if r.optimizer == "sgd":
@@ -110,7 +111,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "auto, gates by Adam where SGD moves the weights": (
         {"dual": "auto", "target_warmup": 0.5, "optimizer": "sgd", "lr": 0.125, "gate_lr": "auto"},
-        {"dual": l0.duals.SelfPacedAscent(STEPS, 0.1), "warmup": l0.duals.GeometricWarmup(0.5 * STEPS)},
+        {
+            "dual": l0.duals.SelfPacedAscent(STEPS, RATE),
+            "warmup": l0.duals.GeometricWarmup(0.5 * STEPS),
+        },
     ),
     "ascent, on a line": (
         {"dual": "ascent", "dual_lr": 0.5, "target_warmup": 0.25},

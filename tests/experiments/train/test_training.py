@@ -106,7 +106,7 @@ CONSTRAINED: dict[str, tuple[dict[str, Any], Callable[[], l0.Constraint]]] = {
     ),
     "kept params, automatic": (
         {"cost": "params", "at_most": 0.2, "on": "kept", "dual": "auto"},
-        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=duals.ExponentiatedAscent(0.5 * 0.1, 0.2, counts=0.5)),
+        lambda: l0.Constraint(l0.params, 0.2, on="kept", dual=duals.ExponentiatedAscent(0.5 * 0.1, 0.1, counts=0.5)),
     ),
     "params by module, extrapolated, warmed up": (
         {"cost": "params", "at_most": {"fc1": 0.3, "fc2": 0.1}, "dual": "extrapolation", "dual_lr": 0.5,
@@ -525,8 +525,8 @@ def test_a_recipe_whose_gates_had_the_time_to_choose_settles_in_silence_where_th
     trainer = Trainer([r], data())
     steps = trainer.policy.steps_per_epoch
     assert trainer.travelled == 0
-    trainer._gate_lr = 4.0 / steps  # as if they had moved by so much in each step
+    trainer._gate_lr = 8.0 / steps  # as if they had moved by so much in each step
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         to_the_end(trainer)
-    assert trainer.travelled == pytest.approx(8.0)
+    assert trainer.travelled == pytest.approx(16.0)

@@ -592,7 +592,7 @@ def test_the_automatic_controller_does_as_much_in_a_run_of_any_length(epochs: in
         gate.requires_grad_(False)
     for _ in range(epochs):
         list(train_epoch(trainer))
-    assert trainer.lagrangian.multiplier.item() == pytest.approx(0.2 * 1.05**100, rel=1e-2)
+    assert trainer.lagrangian.multiplier.item() == pytest.approx(0.1 * 1.05**100, rel=1e-2)
 
 
 # ---- initialisation -------------------------------------------------------------------------------------------------

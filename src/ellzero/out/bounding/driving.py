@@ -17,7 +17,7 @@ from ellzero.gates.warning import warn
 from ellzero.objectives.following import after_step, refuse_overlap, unwrapped
 from ellzero.objectives.watching import listen
 
-LOOKS, MANY = 20, 4  # steps; gates that together have some gradient in so many, if there is any: most draws have none
+LOOKS, MANY = 20, 32  # steps; gates that together have a gradient in so many: most draws of open ones have none
 
 _WAITING: weakref.WeakKeyDictionary[Gated, tuple[Callable[[], bool], int]] = weakref.WeakKeyDictionary()
 
@@ -166,7 +166,7 @@ def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for gated, (waits, heard) in [] if torch.compiler.is_compiling() else list(_WAITING.items()):  # mostly none
         if not waits():
             del _WAITING[gated]
-        elif any(p.grad is not None for p in gated.gates.parameters()):
+        elif gated.fixed or any(p.grad is not None for p in gated.gates.parameters()):
             own = {id(p) for p in gated.parameters()}
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 _WAITING[gated] = waits, heard + 1

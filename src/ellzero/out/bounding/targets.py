@@ -5,7 +5,8 @@ Which gates are open is told by one flat vector over all placements. This file c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement
+from ellzero.gates.abstract import NoExpectation
 from ellzero.graph.plan import even_out
 from ellzero.objectives.checking import Bound
-from ellzero.objectives.costs import Cost, dense, floor, kept, l0_norm, only, savings, unwrapped
+from ellzero.objectives.costs import Cost, dense, floor, kept, l0_norm, name_of, only, savings, unwrapped
 
 
 @final
@@ -60,6 +62,14 @@ def targets_of(gated: Gated, at_most: Bound, cost: Cost) -> list[Target]:
     """The targets that one cost has: of all of it, or of parts by their pattern."""
     groups: Mapping[Any, float] = at_most if isinstance(at_most, Mapping) else {None: at_most}
     return [Target(gated, cost, fraction, only) for only, fraction in groups.items()]
+
+
+@torch.no_grad()
+def shares(gated: Gated, cost: Cost, bound: Bound) -> Iterator[tuple[str, float, float]]:
+    """The name of each bound of a cost, what is kept of it now, and what may be, as fractions of the dense cost."""
+    for target in targets_of(gated, bound, cost):
+        share = float(kept(target.counted)(gated)) / dense(target.counted, gated)
+        yield name_of(cost) + ("" if target.only is None else f" of {target.only}"), share, target.fraction
 
 
 @final
@@ -141,11 +151,14 @@ def asleep(gated: Gated, opens: Tensor) -> Tensor:
 
 
 def weighed(gated: Gated, evidence: Tensor, opens: Tensor) -> Tensor:
-    """The evidence for each gate; that for the gate of a block times the evidence for all open gates that lie in it."""
-    out = evidence.clone()
+    """The evidence for each gate; that for a block's, as odds, times the evidence for all open gates that lie in it."""
+    out, gates = evidence.clone(), [gate for _, gate in gated.named_gates()]
+    at = {mine.start: gate for mine, gate in zip(gated.slices(), gates, strict=True)}
     for whole, inside in _inside(gated):
-        within = float(evidence[inside & opens].sum())
-        out[whole] = evidence[whole] * (within or 1.0)
+        out[whole] *= float(evidence[inside & opens].sum()) or 1.0
+        with suppress(NoExpectation):  # P is about 1 for all that are open: by it alone the block with dear units went
+            closed = 1 - at[whole].prob_open().reshape(())
+            out[whole] /= closed.clamp(min=torch.finfo(closed.dtype).eps)
     return out
 
 

@@ -11,7 +11,7 @@ from ellzero.gated.module import Gated
 from ellzero.objectives.checking import Bound
 from ellzero.objectives.constraint import Constraint
 from ellzero.objectives.costs import name_of
-from ellzero.out.settling import shares
+from ellzero.out.bounding.targets import shares
 
 
 def measures(constraint: Constraint, bound: Bound, gated: Gated) -> Iterator[tuple[str, float]]:
