@@ -470,3 +470,44 @@ def test_gates_that_no_loss_reaches_are_named(grad: bool) -> None:
     assert [t.partition(" in 20 steps")[0] for t in told] == (
         [] if grad else ["no gradient of the loss has reached the gates of `back.0`"]
     )
+
+
+class Aside(nn.Module):
+    """A second head, which a loop may ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aside = nn.Linear(6, 32), nn.Linear(32, 2), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor, both: bool = False) -> torch.Tensor:
+        seen = self.body(x).relu()
+        return torch.cat([self.head(seen), self.aside(seen)], 1) if both else self.head(seen)
+
+
+@pytest.mark.parametrize("way", ["drive", "term", "penalty"])
+@pytest.mark.parametrize(("example", "asked"), [(False, False), (False, True), (True, True), (True, False)])
+def test_a_loop_that_goes_where_the_example_did_not_is_told(way: str, example: bool, asked: bool) -> None:
+    """Gates do not act on what a layer there reads, and it breaks when that gets smaller."""
+    torch.manual_seed(0)
+    gated = l0.attach(Aside(), {"x": X[:2], "both": example}).train()
+    budget = l0.Budget(gated, macs=0.5, steps=200) if way != "penalty" else None
+    penalty = l0.Penalty(l0.macs, weight=1e-3)
+    adam = torch.optim.Adam(gated.param_groups(lr=1e-2))
+    if budget is not None and way == "drive":
+        budget.drive(adam)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(30):
+            adam.zero_grad()
+            loss = gated(X, both=asked and step % 3 == 2).square().mean()
+            if budget is None:
+                loss = loss + penalty(gated)
+            elif way == "term":
+                loss = loss + budget.term()
+            loss.backward()
+            adam.step()
+            if budget is not None and way == "term":
+                budget.step(adam)
+    told = [str(w.message).partition(":")[0] for w in caught]
+    strange = "the loss reaches `aside.weight` and 1 more, and the example of `attach` did not"
+    assert told == ([strange] if asked and not example else [])

@@ -1,8 +1,8 @@
 """What a training loop forgets, seen from a term of its loss.
 
 A term sees its network in every step. So it can tell that the network never ran with its gates, that nothing moves
-them, or that weight decay does: mistakes that no error shows, only a network that is useless or not smaller. This file
-knows no costs.
+them, that weight decay does, or that the loop goes where the example did not: mistakes that no error shows, only a
+network that is useless or not smaller. This file knows no costs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ellzero.gates.warning import warn
 
 PATIENCE = 100  # calls: more than anyone accumulates gradients over
 listen = cache(register_optimizer_step_post_hook)  # once each: who does not know the optimizer hears those of all
-_NEW: set[weakref.ref[Gated]] = set()  # in a loss, and no optimizer has moved their gates yet
+LOOKS = 20  # steps that move gates: tasks may take turns
+_NEW: dict[weakref.ref[Gated], int] = {}  # in a loss, and how many of these steps are still to come
 
 
 @final
@@ -38,7 +39,7 @@ class Watch:
         self._calls += 1
         if self._calls == 1:
             self._moves = moves(gated)
-            _NEW.add(weakref.ref(gated, _NEW.discard))
+            _NEW[weakref.ref(gated, lambda gone: _NEW.pop(gone, None))] = LOOKS
             listen(_hear)
         elif self._calls == 2:
             if not gated.drawn:
@@ -66,13 +67,27 @@ def moves(gated: Gated) -> tuple[int, ...]:
 
 
 def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Warns of weight decay on gates, in the first step that moves them, where nobody asked for it."""
-    for new in list(_NEW):  # mostly none: nothing here may take time in each step
+    """Warns, in the first steps that move gates, of weight decay on them that nobody asked for, and of parameters that
+    learn though the example of `attach` did not reach them: what they read may have gates, which do not act there.
+    """
+    for new, left in list(_NEW.items()):  # mostly none: nothing here may take time in each step
         if torch.compiler.is_compiling() or (gated := new()) is None:
             continue
         moved = {id(p) for p in gated.gates.parameters() if p.grad is not None}
         groups = [group for group in optimizer.param_groups if any(id(p) in moved for p in group["params"])]
-        if groups:
-            _NEW.discard(new)
-        if any(group.get("weight_decay") and group.get("name") != "gates" for group in groups):
+        if not groups:
+            continue
+        if left == LOOKS and any(group.get("weight_decay") and group.get("name") != "gates" for group in groups):
             warn("weight decay pulls on the gates: give the optimizer `gated.param_groups(…)`, which keeps it off them")
+        members = dict(gated.model.named_parameters())
+        found = [name for name in gated.graph.unreached if name in members and members[name].grad is not None]
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            warn(
+                f"the loss reaches `{found[0]}`{more}, and the example of `attach` did not: gates do not act on what "
+                "it reads, which may get smaller; give `attach` an example that goes this way too"
+            )
+        if found or left == 1:
+            del _NEW[new]
+        else:
+            _NEW[new] = left - 1
