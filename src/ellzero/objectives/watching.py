@@ -1,8 +1,8 @@
 """What a training loop forgets, seen from a term of its loss.
 
 A term sees its network in every step. So it can tell that the network never ran with its gates, that nothing moves
-them, that weight decay does, or that the loop goes where the example did not: mistakes that no error shows, only a
-network that is useless or not smaller. This file knows no costs.
+them, that weight decay does, or that the loss reaches layers which the example did not: mistakes that no error shows,
+only a network that is useless or not smaller. This file knows no costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from ellzero.gates.warning import warn
 PATIENCE = 100  # calls: more than anyone accumulates gradients over
 listen = cache(register_optimizer_step_post_hook)  # once each: who does not know the optimizer hears those of all
 LOOKS = 20  # steps that move gates: tasks may take turns
-_NEW: dict[weakref.ref[Gated], int] = {}  # in a loss, and how many of these steps are still to come
+# Networks in a loss, and in how many of these steps they are still looked at.
+_NEW: weakref.WeakKeyDictionary[Gated, int] = weakref.WeakKeyDictionary()
 
 
 @final
@@ -39,7 +40,7 @@ class Watch:
         self._calls += 1
         if self._calls == 1:
             self._moves = moves(gated)
-            _NEW[weakref.ref(gated, lambda gone: _NEW.pop(gone, None))] = LOOKS
+            _NEW.setdefault(gated, LOOKS)  # a penalty may be made anew in each step
             listen(_hear)
         elif self._calls == 2:
             if not gated.drawn:
@@ -67,11 +68,11 @@ def moves(gated: Gated) -> tuple[int, ...]:
 
 
 def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Warns, in the first steps that move gates, of weight decay on them that nobody asked for, and of parameters that
-    learn though the example of `attach` did not reach them: what they read may have gates, which do not act there.
+    """Warns, in the first steps that move gates, of weight decay on them that nobody asked for, and of layers that the
+    loss reaches and the example did not.
     """
-    for new, left in list(_NEW.items()):  # mostly none: nothing here may take time in each step
-        if torch.compiler.is_compiling() or (gated := new()) is None:
+    for gated, left in [] if torch.compiler.is_compiling() else list(_NEW.items()):
+        if not left or gated.fixed:  # mostly so: nothing here may take time in each step
             continue
         moved = {id(p) for p in gated.gates.parameters() if p.grad is not None}
         groups = [group for group in optimizer.param_groups if any(id(p) in moved for p in group["params"])]
@@ -79,15 +80,24 @@ def _hear(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             continue
         if left == LOOKS and any(group.get("weight_decay") and group.get("name") != "gates" for group in groups):
             warn("weight decay pulls on the gates: give the optimizer `gated.param_groups(…)`, which keeps it off them")
-        members = dict(gated.model.named_parameters())
-        found = [name for name in gated.graph.unreached if name in members and members[name].grad is not None]
+        found = _beside(gated)
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             warn(
-                f"the loss reaches `{found[0]}`{more}, and the example of `attach` did not: gates do not act on what "
-                "it reads, which may get smaller; give `attach` an example that goes this way too"
+                f"the loss reaches `{found[0]}`{more}, and the example of `attach` did not: if it reads units that "
+                "have gates, these do not act there; then give `attach` an example that goes this way too"
             )
-        if found or left == 1:
-            del _NEW[new]
-        else:
-            _NEW[new] = left - 1
+        _NEW[gated] = 0 if found else left - 1
+
+
+def _beside(gated: Gated) -> list[str]:
+    """The parameters that learn though the example did not reach them, and that may read or lie on units with gates:
+    one of their dimensions is as long as one that gates multiply.
+    """
+    if not gated.graph.unreached:
+        return []
+    members = dict(gated.model.named_parameters())
+    sites = (site for placement in gated.placements for site in placement.multiplies if site.tensor in members)
+    lengths = {members[site.tensor].shape[dim] for site in sites for dim in site.dims}
+    others = ((name, members[name]) for name in gated.graph.unreached if name in members)
+    return [name for name, p in others if lengths & {*p.shape} and p.grad is not None and bool(p.grad.any())]
