@@ -36,7 +36,7 @@ from ellzero.experiments.store.provenance import provenance
 CELLS = (0.1, 0.2, 0.35, 0.5)
 HELD_OUT, EPS, MOMENTUM = 10_000, 1e-6, 0.9
 GAMMA, ZETA, BETA, SHARPNESS = -0.1, 1.1, 2 / 3, 7.0
-FALLING, TRAVEL, WANDER, FASTEST = 0.5, 25.0, 1.5, 0.3  # of `Budget`
+FALLING, TRAVEL, FASTEST = 0.5, 25.0, 0.3  # of `Budget`
 
 
 @final
@@ -86,7 +86,7 @@ class Stack:
         self.settles = self._each([max(1, round((v.delay + v.learning) * steps)) for v in of])
         self.begins = self._each([round(v.delay * steps) for v in of])
         learns = self.settles - self.begins
-        self.gate_lr = torch.maximum(TRAVEL / learns, WANDER / learns.sqrt()).clamp(max=FASTEST)
+        self.gate_lr = (TRAVEL / learns).clamp(max=FASTEST)
         self.falls = (FALLING * learns).clamp(min=1)
         self.speed = torch.minimum(100 / learns, 0.5 * self.gate_lr)
         self.bern = torch.tensor([v.family == "bernoulli" for v in of], device=device)[:, None]

@@ -98,7 +98,7 @@ def macs_of(network: nn.Module, x: Tensor) -> float:
 def test_gates_learn_for_two_fifths_of_a_short_run_and_a_twentieth_of_a_long_one(steps: int, learning: int) -> None:
     budget = l0.Budget(attached(), macs=0.4, steps=steps)
     assert budget.settles == learning
-    assert budget.gate_lr == min(0.3, max(25 / learning, 1.5 / learning**0.5))
+    assert budget.gate_lr == min(0.3, 25 / learning)
     assert l0.Budget(attached(), macs=0.4, steps=steps, learning=0.5).settles == max(1, round(steps / 2))
 
 

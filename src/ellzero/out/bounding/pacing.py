@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 # The share of the steps in which gates learn. A small ResNet on CIFAR-100 (`benchmarks/own_loop.py`), 8 epochs, two
 # seeds, 30 and 15 % of the MACs: 47.2 and 52.5 % error with 0.1, 45.6 and 52.2 % with 0.25, 45.9 and 51.3 % with 0.4.
 # Trained before: 46.7 and 53.2 % with 0.25, 46.5 and 52.5 % with 0.5. Long runs need less: of 78,000 steps ViT-Lite
 # ends at 9.00 % with 2,300, at 9.27 % with 7,800, at 9.66 % with 31,000 (`vit-cifar10`); WRN-28-10 learns for 1,950.
 LEARNING, ENOUGH, OF_LONG = 0.4, 4_000, 0.05
 FALLING = 0.5  # the share of these in which the target comes down
-TRAVEL = 25.0  # by how much log α can move while gates learn, at least: a choice takes about 4
-# How far noise alone carries log α meanwhile, at least: rate·√steps. What the gradient says beside its noise carries it
-# by rate·steps times their ratio, which is small for cheap units: at a lower rate they stay, whatever they are worth.
-WANDER = 1.5
+TRAVEL = 25.0  # by how much log α can move while gates learn: a choice takes about 4
 FASTEST = 0.3  # the highest rate of the gates: with 0.1 in 200 steps the settling closed most, 0.5 closes too much
 
 
@@ -24,4 +19,4 @@ def steps_of_learning(steps: int) -> int:
 
 def gate_rate(learning: int) -> float:
     """The rate of gates that learn for so many steps, with Adam."""
-    return min(FASTEST, max(TRAVEL / learning, WANDER / math.sqrt(learning)))
+    return min(FASTEST, TRAVEL / learning)
