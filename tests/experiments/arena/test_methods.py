@@ -115,17 +115,18 @@ def test_a_method_on_a_gpu_keeps_within_the_macs_and_takes_all_steps(method: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "keep", "learning", "inputs"),
+    ("method", "keep", "learning", "inputs", "rate"),
     [
-        ("budget", 0.95, 0.4, True),
-        ("budget-hidden", 0.95, 0.4, False),
-        ("budget-keep-50", 0.5, 0.4, True),
-        ("budget-keep-90-learning-20", 0.9, 0.2, True),
-        ("budget-inputs-learning-20", 0.95, 0.2, True),
+        ("budget", 0.95, 0.4, True, None),
+        ("budget-hidden", 0.95, 0.4, False, None),
+        ("budget-keep-50", 0.5, 0.4, True, None),
+        ("budget-keep-90-learning-20", 0.9, 0.2, True, None),
+        ("budget-inputs-learning-20", 0.95, 0.2, True, None),
+        ("budget-fast", 0.95, 0.4, True, 1.5 / math.sqrt(2.4)),
     ],
 )
 def test_a_changed_budget_is_what_its_name_says(
-    method: str, keep: float, learning: float, inputs: bool, monkeypatch: pytest.MonkeyPatch
+    method: str, keep: float, learning: float, inputs: bool, rate: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Seen(Exception):
         pass
@@ -137,7 +138,7 @@ def test_a_changed_budget_is_what_its_name_says(
     with pytest.raises(Seen) as seen:
         METHODS[method](bout(0.3, network=find("lenet300")))
     gated, options = seen.value.args
-    assert options == {"macs": 0.3, "steps": 6, "learning": learning}
+    assert options == {"macs": 0.3, "steps": 6, "learning": learning, "gate_lr": rate and pytest.approx(rate)}
     assert sorted(p.shape for p in gated.placements) == [(100,), (300,)] + [(784,)] * inputs
     for _, gate in gated.named_gates():  # log α starts at the logit of the keep rate, with a deviation of 0.01
         assert float(gate.log_alpha.detach().mean()) == pytest.approx(math.log(keep / (1 - keep)), abs=0.005)
