@@ -1,7 +1,7 @@
-"""How hard multipliers press, in short runs: the README's loop with the pace of `Budget`, and with four others.
+"""How hard multipliers press, in short runs: the README's loop with the pace of `Budget`, and with others.
 
-    python benchmarks/pacing.py --data mnist-split --json results/benchmarks/pacing.json    # 15 minutes on one core
-    python benchmarks/pacing.py --data mnist-split --epochs 5 10 --paces default "gates at 0.1" --json FILE
+    python benchmarks/pacing.py --data mnist-split --json results/benchmarks/pacing.json    # half an hour on one core
+    python benchmarks/pacing.py --data mnist-split --epochs 5 10 --paces "gates at 0.1" --json FILE
 
 An MLP 784-300-100 and LeNet-5 on 4,000 images of MNIST, batches of 100, Adam with a cosine. `SelfPacedAscent` begins
 at 0.1 and counts a violation as half an e-fold at most. Beside it is the same ascent that begins lower or higher, and
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=["lenet300", "lenet5"])
     parser.add_argument("--data", default="mnist5k")
-    parser.add_argument("--epochs", type=int, nargs="+", default=[10, 40])
+    parser.add_argument("--epochs", type=int, nargs="+", default=[5, 10, 40])
     parser.add_argument("--at-most", type=float, nargs="+", default=[0.1, 0.3])
     parser.add_argument("--paces", nargs="+", choices=[*PACES, *RATES], default=list(PACES))
     parser.add_argument("--seeds", type=int, default=3)
