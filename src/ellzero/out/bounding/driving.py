@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ellzero.gated.module import Gated
+from ellzero.gates.abstract import AbstractGate, NoExpectation
 from ellzero.gates.warning import warn
 from ellzero.objectives.following import after_step, refuse_overlap, unwrapped
 from ellzero.objectives.watching import listen
@@ -116,7 +117,11 @@ class Driver:
             for p in own:
                 if p.grad is not None:
                     self._felt[name] = p.grad.any() | self._felt.get(name, False)
-        if not self._looks and (deaf := [n for n, own in learning.items() if own and not self._felt.get(n, False)]):
+        if self._looks:
+            return
+        gates = dict(self._gated.named_gates())
+        unfelt = (name for name, own in learning.items() if own and not self._felt.get(name, False))
+        if deaf := [name for name in unfelt if not _silent(gates[name])]:
             which = f"`{'`, `'.join(deaf[:3])}`" + (f" and {len(deaf) - 3} more" if len(deaf) > 3 else "")
             warn(
                 f"no gradient of the loss has reached the gates of {which} in {LOOKS} steps, so that their price alone "
@@ -133,6 +138,15 @@ class Driver:
             self.adam.zero_grad()  # used: a loop may clear the gradients of the model alone
         if not self._skips:
             self._then()
+
+
+@torch.no_grad()
+def _silent(gate: AbstractGate) -> bool:
+    """Whether so few draws are not 1 that it says nothing if none has a gradient: some 20 are between for one at 0."""
+    try:
+        return LOOKS * float((1 - gate.prob_open()).sum()) < 0.25
+    except NoExpectation:
+        return False
 
 
 def refuse_without(gated: Gated, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
