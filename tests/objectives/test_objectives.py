@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import ellzero as l0
 from ellzero.gated.attaching import attach
 from ellzero.gated.module import Gated
+from ellzero.graph.axes import Graph
 from ellzero.objectives import checking, costs
 from ellzero.objectives import constraint as module
 from ellzero.objectives.constraint import Constraint
@@ -54,6 +55,7 @@ class Toy(nn.Module):
     """Named vectors x; `total` is their sum, and the dense one the number of entries there were at first."""
 
     fixed, drawn, followed, estimated = False, True, True, True
+    graph = Graph(axes=(), shapes={})
 
     def __init__(self, least: float = 0.0, **gates: list[float]) -> None:
         super().__init__()
