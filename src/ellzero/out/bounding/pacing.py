@@ -9,7 +9,7 @@ from __future__ import annotations
 LEARNING, ENOUGH, OF_LONG = 0.4, 4_000, 0.05
 FALLING = 0.5  # the share of these in which the target comes down
 TRAVEL = 25.0  # by how much log α can move while gates learn: a choice takes about 4
-FASTEST = 0.3  # the highest rate of the gates: with 0.1 in 200 steps the settling closed most, 0.5 closes too much
+FASTEST = 0.3  # the highest rate of the gates: with 0.1 the settling closes most in 200 steps (`benchmarks/pacing.py`)
 
 
 def steps_of_learning(steps: int) -> int:
