@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import re
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -177,6 +180,58 @@ RECORDS = [
     record("budget", [1.0, 1.2, 1.4], 0.5, 0.5),
     record("stg", [0.9, 1.2, 1.2], 0.5, 0.5),
 ]
+
+
+STUCK = """
+import fcntl, os, sys, time
+from pathlib import Path
+from ellzero.experiments.arena.contest import Contest
+from ellzero.experiments.arena.fighting import fight
+
+def stuck(name):
+    held = open(Path(sys.argv[1]) / f"{os.getpid()}.lock", "w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    held.write("held")
+    held.flush()
+    time.sleep(3600)
+
+if __name__ == "__main__":
+    rows = [Contest("lenet300", "narrow", share, "mnist5k", 2) for share in (0.1, 0.2)]
+    fight(rows, 1, stuck, Path(sys.argv[1]) / "out", at_once=2)
+"""
+
+
+def test_nobody_trains_on_for_one_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    fight_of_two = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
+
+    def locks() -> list[Path]:
+        return [file for file in tmp_path.glob("*.lock") if file.read_text() == "held"]
+
+    _wait_until(lambda: len(locks()) == 2)
+    assert not any(map(_is_free, locks()))
+    fight_of_two.kill()
+    fight_of_two.wait()
+    _wait_until(lambda: all(map(_is_free, locks())))
+
+
+def _is_free(file: Path) -> bool:
+    """Whether the process that locked it is gone; one that nobody has waited for yet is."""
+    with file.open() as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _wait_until(true: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if true():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not happen in two minutes")
 
 
 def test_the_table_has_means_and_intervals_by_hand() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import final
@@ -143,6 +145,14 @@ def _context() -> BaseContext:
 def _begin(load: Loader, threads: int) -> None:
     torch.set_num_threads(threads)
     _LOAD[:] = [load]
+    if (parent := multiprocessing.parent_process()) is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when the one that waits for it is gone: killed, it cannot say so."""
+    connection.wait([parent])
+    os._exit(1)
 
 
 def _bout(load: Loader, contest: Contest, seed: int, found: Path) -> Record | str:
