@@ -759,6 +759,8 @@ def test_param_groups_hold_every_parameter_once_with_its_own_rates() -> None:
         ids = [id(p) for group in gated.param_groups(**options) for p in group["params"]]
         assert sorted(ids) == sorted(id(p) for p in gated.parameters())
     assert all("lr" not in g for g in gated.param_groups())
+    decayed = torch.optim.AdamW(gated.param_groups(), weight_decay=0.3)  # the optimizer's own, for the weights
+    assert [g["weight_decay"] for g in decayed.param_groups] == [0.3, 0.0]
     assert [g["lr"] for g in gated.param_groups(lr=0.1)] == [0.1, 0.1]
 
 
@@ -1068,7 +1070,7 @@ def test_functions_that_hold_layers_are_followed_exactly_or_refused(holding: Any
             return self.both(x)
 
     model, x = Holding().double(), 3 * torch.randn(50, 3).double()
-    if holding not in (_of_pair, _of_partial):
+    if holding in (_of_another, _of_object):
         with pytest.raises(ValueError, match="nothing to gate"):
             l0.attach(model, x)
         return

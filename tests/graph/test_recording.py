@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -328,6 +329,8 @@ def test_functions_of_a_copy_hold_its_own_modules(copied: Any) -> None:
             self.of_one, self.of_several = lambda: layer, lambda: several
             self.of_method, self.of_function = lambda: method, lambda: self.of_one()
             self.plain, self.by_name = len, {"me": lambda: self}
+            self.by_default, self.by_keyword = lambda m=layer: m, partial(lambda x, *, m=layer: m, 1)
+            self.several = [lambda: layer, (partial(lambda m: m, layer), 3)]
             self.b.register_forward_hook(lambda *_: seen.append(self))
 
             def again(depth: int) -> nn.Module:
@@ -344,6 +347,7 @@ def test_functions_of_a_copy_hold_its_own_modules(copied: Any) -> None:
         assert net.of_several()[1]["b"] is net.b
         assert net.of_method().__self__ is net.b
         assert net.by_name["me"]() is net
+        assert net.by_default() is net.by_keyword() is net.several[0]() is net.several[1][0]() is net.a
         net.b(torch.zeros(1, 2))
     assert seen[0] is out
     assert seen[1] is model

@@ -153,6 +153,14 @@ def test_closed_units_of_a_network_without_some_of_them() -> None:
         ([-float("inf"), 1.0], [-float("inf"), 1.0], True),  # a masked output
         ([-float("inf"), 1.0], [-float("inf"), 1.1], False),
         ([1.0], [1.0, 1.0], False),
+        ([-1e9, 1.0], [-1e9, 1.1], False),  # what masks says nothing of the others
+        ([torch.finfo(torch.float32).min, 1.0], [torch.finfo(torch.float32).min, 1.0], True),
+        (
+            [torch.finfo(torch.float32).min, -float("inf"), 1.0],
+            [torch.finfo(torch.float32).min, -float("inf"), 2],
+            False,
+        ),
+        ([1e9, 0.0], [1.0000001e9, 1e-2], False),
     ],
 )
 def test_agree(a: list[float], b: list[float], same: bool) -> None:

@@ -142,7 +142,7 @@ def test_gates_move_by_adam_beside_any_optimizer() -> None:
     dual, fall = SelfPacedAscent(20, rate), GeometricWarmup(10.0)
     constraint = Constraint(l0.macs, 0.4, on="kept", dual=dual, warmup=fall)
     sgd, adam = (
-        SGD([{"params": other.model.parameters(), "lr": 1e-2, "weight_decay": 0.0}]),
+        SGD([{"params": other.model.parameters(), "lr": 1e-2}]),
         torch.optim.Adam(gates_of(other), lr=rate),
     )
     for step in range(19):
@@ -595,7 +595,7 @@ def test_gates_that_closed_far_too_much_are_noticed_where_no_bound_asks_for_it()
         assert len(told) == len(said)
         for warning, words in zip(told, said, strict=True):
             assert words in str(warning.message)
-            assert "press too hard on a loss far below 1" in str(warning.message)
+            assert "press too hard, as they do on a loss far below 1" in str(warning.message)
 
 
 def test_gates_that_are_fixed_stay_so_in_training_mode() -> None:

@@ -75,6 +75,29 @@ def test_gates_that_no_optimizer_has_are_noticed_when_they_settle(whole: bool, r
         budget.step(adam)
 
 
+@pytest.mark.parametrize("driven", [True, False])
+def test_gates_that_were_told_a_slow_rate_are_noticed_when_they_settle(driven: bool) -> None:
+    """By the budget's own rate they would have had the time; groups that were made before it have that of weights."""
+    gated = l0.attach(nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 2)), X[:2])
+    adam = torch.optim.AdamW(gated.param_groups(lr=1e-3, gate_lr=1e-3))
+    slow = l0.Budget(gated, macs=0.3, steps=400)
+    assert slow.settles * slow.gate_lr > 8
+    if driven:
+        slow.drive(adam)
+
+    def learn() -> None:
+        for _ in range(slow.settles):
+            loss = F.cross_entropy(gated(X), Y)
+            adam.zero_grad()
+            (loss if driven else loss + slow.term()).backward()
+            adam.step()
+            if not driven:
+                slow.step(adam)
+
+    with pytest.warns(UserWarning, match="gates settle after 160 steps with .*: too few steps to choose by"):
+        learn()
+
+
 def test_gates_that_are_left_in_evaluation_are_noticed() -> None:
     gated, budget, adam = begun()
     budget.drive(adam)

@@ -1429,3 +1429,49 @@ def test_finalize_prefers_units_with_little_evidence() -> None:
     order = gate.evidence().argsort()
     l0.finalize(gated, 0.5, l0.units)
     assert sorted(order[:5].tolist()) == (~gate.open()).nonzero().flatten().tolist()
+
+
+def opened(model: nn.Module, x: Tensor, open_: dict[str, int], **options: Any) -> l0.Gated:
+    """With the first so many units of each placement open, all as likely."""
+    gated = l0.attach(settled(model), x, **options)
+    set_gates(gated, {name: list(range(open_[name], gate.shape.numel())) for name, gate in gated.named_gates()})
+    return gated
+
+
+def test_the_last_percent_does_not_cost_a_layer_that_is_cheap() -> None:
+    """Of 31 % of the MACs 1 % must go: one map does it. Of the hidden units it would take thirty."""
+    model = LeNet((10, 20), 64)
+    open_ = {"conv1": 5, "conv2": 9, "fc1": 40}
+    gated = opened(model, images(2, 1, 14, 14), open_)
+    share = float(l0.macs(gated, kept=True)) / l0.dense(l0.macs, gated)
+    l0.finalize(gated, share - 0.01, l0.macs)
+    left = {name: int(gate.open().sum()) for name, gate in gated.named_gates()}
+    assert sum(open_[name] - n for name, n in left.items()) <= 2, left
+    assert float(l0.macs(gated, kept=True)) <= (share - 0.01) * l0.dense(l0.macs, gated)
+
+
+def test_of_two_bounds_each_is_filled_as_far_as_the_other_allows() -> None:
+    gated = opened(LeNet((10, 20), 64), images(2, 1, 14, 14), {"conv1": 3, "conv2": 8, "fc1": 40})
+    targets = {cost: 0.3 * l0.dense(cost, gated) for cost in (l0.macs, l0.params)}
+    finalization.bring_within(gated, dict.fromkeys(targets, 0.3), fill=True)
+    opens = gated.opens()
+    for unit in (~opens).nonzero().flatten():
+        more = opens.clone()
+        more[unit] = True
+        with gated.assuming(more.double()):
+            assert any(float(cost(gated, kept=True)) > most for cost, most in targets.items())
+    assert all(float(cost(gated, kept=True)) <= most for cost, most in targets.items())
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.02])
+def test_weights_of_units_that_go_do_not_use_up_a_bound_on_weights(fraction: float) -> None:
+    """What `compact` leaves is counted by hand: it has as many weights as there may be."""
+    model = settled(MLP(20, 64, 64, 4))
+    gated = l0.attach(model, images(2, 20), where=l0.weights("*.weight"))
+    generator = torch.Generator().manual_seed(0)
+    for _, gate in gated.named_gates():
+        gate.log_alpha.data = 2 * torch.randn(gate.shape, generator=generator)
+    l0.finalize(gated, fraction, l0.l0_norm, fill=True)
+    small, most = l0.compact(gated.eval()), fraction * l0.dense(l0.l0_norm, gated)
+    left = sum(int(p.count_nonzero()) for p in small.parameters() if p.ndim == 2)
+    assert most - 1 <= left <= most

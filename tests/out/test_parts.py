@@ -225,3 +225,32 @@ def test_inputs_are_gated_where_linear_layers_read_them_alone() -> None:
     assert names(PostNorm(), words(2, 5)) == ["blocks.0.up", "blocks.1.up"]
     with pytest.raises(ValueError, match=r"; `where=l0.shrinkable\(inputs=True\)` or .* has gates here"):
         l0.attach(nn.Sequential(nn.Flatten(), nn.Linear(12, 12)), torch.zeros(2, 3, 4))
+
+
+class Residual(nn.Module):
+    """What `a` writes, `b` reads and a norm as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm, self.out = nn.Linear(9, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        return self.out(self.norm(h + self.b(torch.relu(h))))  # type: ignore[no-any-return]
+
+
+def test_what_was_picked_is_picked_from_again(tmp_path: Path) -> None:
+    """Attach and compact, and both once more: a layer that has a `Select` gets one of both, which a file keeps."""
+    torch.manual_seed(0)
+    net: Any = Residual().double()
+    x, other = (torch.randn(n, 9).double() for n in (2, 5))
+    for left in ([0, 2, 3, 5, 6], [0, 3, 5]):
+        gated = l0.attach(net, x, where=PARTS).eval()
+        sizes = {name: gate.shape.numel() for name, gate in gated.named_gates() if name in ("a.outputs", "b.inputs")}
+        set_gates(gated, {name: [k for k in (1, 4, 7) if k < size] for name, size in sizes.items()})
+        net = l0.compact(gated)
+        assert_same(net(other), gated(other))
+        assert net.b.select.width == 8
+        assert net.b.select.index.tolist() == left
+    l0.save(net, tmp_path / "small.safetensors")
+    assert_same(l0.load(Residual().double(), tmp_path / "small.safetensors").eval()(other), net(other))

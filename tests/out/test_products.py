@@ -207,3 +207,95 @@ def test_a_kernel_that_takes_some_widths_alone_is_refused_with_another_one() -> 
     model.up, model.down = nn.Parameter(torch.randn(4, 8, 8)), nn.Parameter(torch.randn(4, 8, 8))
     with pytest.raises(ValueError, match=r"`_grouped_mm` takes widths in steps of 16 bytes alone.*batched_mm"):
         l0.attach(model, draw(2, 5, 8).float())
+
+
+TWO: dict[str, Any] = {
+    "letters with dots": lambda m, h: torch.einsum("...i,io->...o", h, m.w),
+    "letters without an arrow": lambda m, h: torch.einsum("bti,iz", h, m.w),
+    "dots without an arrow": lambda m, h: torch.einsum("...i,oi", h, m.w),
+    "dots that are summed": lambda m, h: torch.einsum("b...i,io->bo", h, m.w)[:, None],
+    "dots on both": lambda m, h: torch.einsum("...ti,...io->...to", h, m.w.expand(len(h), 6, 6)),
+    "three": lambda m, h: torch.einsum("bti,ij,jk->btk", h, m.w, m.v),
+    "three with dots": lambda m, h: torch.einsum("...i,ij,jk", h, m.w, m.v),
+    "of several lengths": lambda m, h: torch.einsum("bti,bio->bto", h, m.w[None]),
+    "a diagonal": lambda m, h: h * torch.einsum("bti,ii->bt", h, m.w)[..., None],
+    "tensordot": lambda m, h: torch.tensordot(h, m.w, dims=([2], [0])),
+    "inner": lambda m, h: torch.inner(h, m.w),
+    **{kind: lambda m, h: m.cell(h.flatten(0, 1))[None] for kind in ("GRUCell", "RNNCell")},
+    "LSTMCell": lambda m, h: m.cell(h.flatten(0, 1))[0][None],
+}
+
+
+class Between(nn.Module):
+    """A product between layers that can shrink."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 6), nn.Linear(6, 7), nn.Linear(7, 3)
+        self.w, self.v = (nn.Parameter(torch.empty(6, 6)) for _ in range(2))
+        self.name, self.cell = name, getattr(nn, name)(6, 6) if name.endswith("Cell") else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = TWO[self.name](self, self.a(x).relu())
+        return self.out(self.b(h.relu()).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_every_product_counts_whether_its_units_can_go_or_not(name: str) -> None:
+    """The counter is torch's. What has no rule, or is written as no rule follows it, would cost nothing else."""
+    x = draw(2, 5, 8)
+    gated = l0.attach(settled(Between(name)), x, where=HIDDEN).eval()
+    assert_counted(gated, copy.deepcopy(gated.model), (x,))
+    assert ("w" in dict(gated.named_gates())) is ("letters" in name or name.startswith(("dots without", "dots that")))
+    for seed in range(2):
+        closed = {n: torch.randperm(len(g.value()))[: 2 + seed].tolist() for n, g in gated.named_gates()}
+        set_gates(gated, closed, seed)
+        small = l0.compact(gated)
+        assert_same(small(draw(3, 4, 8)), gated(draw(3, 4, 8)))
+        assert_counted(gated, small, (x,))
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(8, 6), nn.Linear(4, 3)
+        self.w = nn.Parameter(torch.randn(6, 4, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.a(x).relu().to(torch.complex128) @ self.w).abs())  # type: ignore[no-any-return]
+
+
+def test_complex_parameters_are_no_quantised_ones() -> None:
+    gated = l0.attach(Complex().double(), draw(2, 8), where=HIDDEN).eval()
+    assert [name for name, _ in gated.named_gates()] == ["a", "w"]
+    set_gates(gated, {"a": [1, 4], "w": [0]})
+    small: Any = l0.compact(gated)
+    assert small.w.shape == (4, 3)
+    assert bool(small.w.imag.abs().gt(0).all())
+    assert_same(small(draw(3, 8)), gated(draw(3, 8)))
+
+
+class Normed(nn.Module):
+    """A batch norm whose statistics are over the units of `a`: by the tokens of a sequence, or by the batch."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.a, self.b, self.out = by, nn.Linear(8, 6), nn.Linear(6, 7), nn.Linear(7, 3)
+        self.norm = nn.BatchNorm1d(5 if by == "tokens" else 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = self.norm(h) if self.by == "tokens" else self.norm(h.mT.reshape(-1, 1, 5)).view(len(x), -1, 5).mT
+        return self.out(self.b(h.relu()).relu())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by", ["tokens", "examples"])
+def test_units_stay_over_which_a_batch_norm_takes_its_statistics(by: str) -> None:
+    """In evaluation they could go; in training all others would change with them."""
+    gated = l0.attach(settled(Normed(by)), draw(2, 5, 8), where=HIDDEN)
+    assert [name for name, _ in gated.named_gates()] == ["b"]
+    set_gates(gated, {"b": [0, 3]})
+    small, x = l0.compact(gated.eval()), draw(4, 5, 8)
+    gated.fix()
+    assert_same(small.train()(x), gated.train()(x))
+    assert_same(small.eval()(x), gated.eval()(x))

@@ -34,7 +34,8 @@ def grouped(
     if apart:
         groups.append(("counted weights", [p for n, p in named if n in apart], "counted_weight_decay", lr))
     made: list[dict[str, Any]] = [
-        {"name": name, "params": params, "weight_decay": rates[decay]} | ({} if rate is None else {"lr": rate})
+        {"name": name, "params": params}
+        | {key: number for key, number in (("weight_decay", rates[decay]), ("lr", rate)) if number is not None}
         for name, params, decay, rate in groups
     ]
     if rates["gate_lr"] is not None:

@@ -100,7 +100,7 @@ class Gated(Holding):
         *,
         lr: float | None = None,
         gate_lr: float | None = None,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         gate_weight_decay: float = 0.0,
         counted_weight_decay: float | None = None,
     ) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ class Gated(Holding):
             lr: learning rate of the weights; the optimizer's default if `None`.
             gate_lr: learning rate of the gates; the attribute `gate_lr` if `None`, else the weights' times the
                 least `rate_ratio` of the gates' families (1 for those of both papers).
-            weight_decay: of the weights.
+            weight_decay: of the weights; the optimizer's default if `None`.
             gate_weight_decay: of the gates.
             counted_weight_decay: if given, the weights that gates count form a third group with this decay: 0 where
                 `l2_norm` acts on them.

@@ -24,7 +24,7 @@ def refuse_replaced(model: nn.Module, graph: Graph, placements: Sequence[Placeme
     lying = [s for a in graph.axes if a.frozen is None for s in a.sites] + [s for p in placements for s in p.multiplies]
     now = dict(model.named_parameters(remove_duplicate=False))
     for tensor in dict.fromkeys(s.tensor for s in lying if s.tensor in graph.parameters):
-        if tensor not in now or not now[tensor].is_floating_point():
+        if tensor not in now or not (now[tensor].is_floating_point() or now[tensor].is_complex()):
             layer = type(model.get_submodule(tensor.rpartition(".")[0])).__name__
             what = f"now in {now[tensor].dtype}" if tensor in now else f"no parameter any more, in a {layer}"
             raise ValueError(

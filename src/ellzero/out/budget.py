@@ -25,7 +25,7 @@ from ellzero.objectives.costs import Cost, name_of
 from ellzero.objectives.duals import GeometricWarmup, SelfPacedAscent
 from ellzero.objectives.watching import moves
 from ellzero.out import shrinking
-from ellzero.out.bounding.driving import Driver, refuse_without, remind
+from ellzero.out.bounding.driving import Driver, rate_of, refuse_without, remind
 from ellzero.out.bounding.pacing import FALLING, gate_rate, steps_of_learning
 from ellzero.out.bounding.targets import shares
 from ellzero.out.bounding.telling import measures, percent, told
@@ -160,7 +160,7 @@ class Budget:
             ValueError: the optimizer does not have all gates and weights, or it has been driven already.
         """
         if self._driver is not None:
-            raise ValueError("`optimizer` must be driven once, got another call of `drive`")
+            raise ValueError("`optimizer` must be driven once, got another call of `drive`: it may get other groups")
         self._driver = Driver(self.gated, optimizer, self._term, self._move, self.gate_lr)
         if self._adam is not None and self.phase == "learning":
             self._driver.adam.load_state_dict(self._adam)
@@ -224,7 +224,7 @@ class Budget:
         if self.phase != "learning":
             raise RuntimeError(f"`settle()` must come while gates learn, and this budget is {self.phase}")
         optimizer = self._driver.optimizer if optimizer is None and self._driver is not None else optimizer
-        _warn_of_haste(self)
+        _warn_of_haste(self, optimizer)
         settle(self.gated, self.bounds, uniform=self.uniform)
         _fix(self.gated)
         self.masked = _take_out(self.gated, optimizer) if self.shrink else "`shrink=False`"
@@ -289,9 +289,10 @@ class Budget:
         _take_up(self, state, optimizer)
 
 
-def _warn_of_haste(budget: Budget) -> None:
-    """Warns where gates had no time to choose, so that what stays is nearly left to chance."""
-    why, travelled = "too few steps to choose by; train longer or with a larger `gate_lr`", budget.done * budget.gate_lr
+def _warn_of_haste(budget: Budget, optimizer: torch.optim.Optimizer | None) -> None:
+    why = "too few steps to choose by; train longer or with a larger `gate_lr`"
+    mover = optimizer if budget._driver is None else budget._driver.adam
+    travelled = budget.done * rate_of(budget.gated, mover, budget.gate_lr)
     if moves(budget.gated) == budget._start:
         why, travelled = "nothing has moved them; give the optimizer `gated.param_groups(…)`, not the model's own", 0.0
     warn_of_haste(budget.gated, budget.bounds, travelled, f"{budget.done} steps", why)
@@ -344,7 +345,7 @@ def _take_up(budget: Budget, state: Mapping[str, Any], optimizer: torch.optim.Op
 
 def _refuse_unsettled(budget: Budget) -> None:
     if budget.phase == "learning":
-        do = "train on, or call `settle()` first"
+        do = "train on with the optimizer that it drives, or call `settle()` first"
         if budget.done == budget._since:
             do = "call `budget.drive(optimizer)` before the loop"
             do = do if budget._driver is None else "the optimizer that it drives has taken no step"

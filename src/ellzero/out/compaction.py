@@ -29,6 +29,7 @@ from ellzero.graph.trials.running import (
     agree,
     enough,
     first_examples,
+    in_type,
     is_large,
     leads,
     outputs,
@@ -139,7 +140,7 @@ def _folded(gated: Gated, dtype: torch.dtype | None = None) -> nn.Module:
     z = gt.values([g for _, g in gated.named_gates()])
     model = duplicate(gated.model)
     if dtype is not None:
-        model, z = model.to(dtype), [v.to(dtype) for v in z]
+        model, z = in_type(model, dtype), [v.to(dtype) for v in z]
     gated.multiply_into(model, z)
     return model
 

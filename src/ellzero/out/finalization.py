@@ -6,17 +6,19 @@ training ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ellzero.gated.module import Gated
+from ellzero.gated.taking import idle, remaining
 from ellzero.gates.warning import warn
 from ellzero.objectives.checking import Bound, Bounds, check_fractions
-from ellzero.objectives.costs import Cost, dense, kept, name_of, params, savings, unwrapped
+from ellzero.objectives.costs import Cost, dense, kept, l0_norm, name_of, params, savings, unwrapped
 from ellzero.out.bounding.targets import Sets, Target, asleep, of_blocks, sets_of, targets_of, weighed
 from ellzero.out.bounding.uniform import families_of, opened, uniformly
 from ellzero.out.compaction import refuse_unfit
@@ -202,13 +204,19 @@ def _one_of_each(gated: Gated, opens: Tensor, worth: Tensor) -> Tensor:
 
 
 def _closed_until(target: Target, opens: Tensor, last: Tensor) -> Tensor:
-    """Closes units, but none of the `last`, until the target is met."""
+    """Closes units, but none of the `last`, until the target is met.
+
+    Near the end a large unit may save more than is to be saved: closing it, and opening again what then fits, is tried
+    beside closing smaller ones. What leaves more is taken.
+    """
     most, current = target.most, target.kept(opens)
     if current <= most:
         return opens
     evidence = target.gated.evidence().clamp(min=torch.finfo(torch.float32).tiny)
-    before, opens = opens, opens.clone()
+    before, opens = opens, opens & ~_dead(target, opens)
+    current = target.kept(opens)
     sets = sets_of(target, opens, torch.where(opens, evidence, -torch.inf), closing=True)
+    found = list[Tensor]()
     while current > most:
         saving, worth = target.savings(sets.there), sets.sums(weighed(target.gated, evidence, opens), opens)
         may = (worth > 0) & (sets.sums(evidence, opens & ((saving <= 0) | last)) == 0)
@@ -219,17 +227,53 @@ def _closed_until(target: Target, opens: Tensor, last: Tensor) -> Tensor:
             sets = replace(sets.single(), there=opens)
             continue
         saving = sets.sums(saving, sets.there)
-        fits = may & (saving <= current - most)  # near the end, smaller units instead of one that overshoots
+        fits = may & (saving <= current - most)
+        if bool(fits.any()) and bool((may & ~fits).any()):
+            useful = saving.clamp(min=1e-30, max=current - most)
+            score = _scores(torch.where(may, worth / useful, torch.inf), opens, sets, target.gated)
+            if not bool(fits[least := score.argmin()]):
+                fewer = opens & ~(sets.there & (sets.of == least))
+                found.append(_refilled(target, fewer, closed=before & ~fewer & ~_dead(target, fewer)))
         may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
         score = _scores(torch.where(may, worth / saving.clamp(min=1e-30), torch.inf), opens, sets, target.gated)
         order = torch.argsort(score, stable=True)[: int(may.sum())]
         # Half of the way at once, then savings are worked out anew; in the end one by one, so that nothing is closed
         # for nothing.
         many = max(1, int((torch.cumsum(saving[order], 0) <= 0.5 * (current - most)).sum()))
-        stays = sets.there & ~torch.isin(sets.of, order[:many])
+        while True:
+            stays = sets.there & ~torch.isin(sets.of, order[:many])
+            stays &= ~_dead(target, opens & stays)
+            current = target.kept(opens & stays)
+            if current >= most or many == 1:
+                break
+            many //= 2  # together they take others along
         sets, opens = replace(sets, there=stays), opens & stays
-        current = target.kept(opens)
-    return _refilled(target, opens, closed=before & ~opens)
+    found.append(_refilled(target, opens, closed=before & ~opens & ~_dead(target, opens)))
+    return max(found, key=lambda opens: _left(target.gated, evidence, opens))
+
+
+def _dead(target: Target, opens: Tensor) -> Tensor:
+    """Gates of single weights that removal takes with a unit, open or closed: `l0_norm` would count them as kept."""
+    gated, dead = target.gated, torch.zeros_like(opens)
+    single = [len(gate.shape) > 1 for _, gate in gated.named_gates()]
+    if unwrapped(target.cost)[0] is l0_norm and any(single):
+        more = True
+        while more:  # with weights that go others have nothing left to read
+            with gated.assuming(opens & ~dead):
+                plan = gated.plan(refuse=False)
+            gone = torch.as_tensor(idle([remaining(p, plan) for p in gated.placements])).to(dead)
+            more = False
+            for mine in compress(gated.slices(), single):
+                more |= bool((gone[mine] & opens[mine] & ~dead[mine]).any())
+                dead[mine] |= gone[mine]
+    return dead
+
+
+def _left(gated: Gated, evidence: Tensor, opens: Tensor) -> float:
+    """How much of what there was evidence for is open: of each placement as the logarithm, as `_scores` has it."""
+    there = torch.where(opens & ~asleep(gated, opens), evidence, 0).double()
+    tiny = torch.finfo(torch.float32).tiny
+    return sum(float(there[mine].sum().clamp(min=tiny).log()) * len(there[mine]) for mine in gated.slices())
 
 
 def _leap(target: Target, opens: Tensor, last: Tensor, current: float) -> Tensor:
@@ -275,21 +319,26 @@ def _filled(targets: list[Target], opens: Tensor) -> Tensor:
         # Nothing that costs nothing: an input of a map that is closed would be open on paper alone.
         closed = ~opens & ((target.savings(opens) > 0) | asleep(target.gated, opens))
         closed &= ~torch.as_tensor(target.gated.gone(), device=opens.device)  # nothing is left there to open
-        opens = _refilled(target, opens.clone(), closed)
-        others = [other for other in targets if other is not target]
-        if any(other.kept(opens) > max(other.most, other.kept(before)) for other in others):
-            opens = before  # targets that overlap: this one stays unfilled rather than break another
+        closed &= ~_dead(target, opens)
+        others = [(other, max(other.most, other.kept(before))) for other in targets if other is not target]
+        opens = _refilled(target, before.clone(), closed, others)
     return opens
 
 
-def _refilled(target: Target, opens: Tensor, closed: Tensor) -> Tensor:
-    """Opens, of what is `closed`, what still fits: the last unit to be closed may have been a large one."""
+def _refilled(target: Target, opens: Tensor, closed: Tensor, others: Sequence[tuple[Target, float]] = ()) -> Tensor:
+    """Opens, of what is `closed`, what still fits: the last unit to be closed may have been a large one. What the
+    others keep stays within their limits.
+    """
+
+    def fits(more: Tensor, now: float) -> bool:
+        return now <= most and all(other.kept(more) <= limit for other, limit in others)
+
     evidence = target.gated.evidence()
     candidates = closed.clone()
     most, current = target.most, target.kept(opens)
     sets = sets_of(target, opens, torch.where(closed, evidence, -torch.inf), closing=False)
     free = closed & sets.there  # they fill up a part of a balance, and are there anyway
-    if target.kept(opens | free) <= most:
+    if fits(opens | free, target.kept(opens | free)):
         opens = opens | free
     closed, price, share = closed & ~free, None, 0.5
     while bool((closed & ~asleep(target.gated, opens)).any()):
@@ -306,14 +355,16 @@ def _refilled(target: Target, opens: Tensor, closed: Tensor) -> Tensor:
         best = order[within & worth[order].isfinite()]
         if len(best) >= SEVERAL:
             mine = torch.isin(sets.of, best) & closed
-            if (now := target.kept(opens | mine)) <= most:
+            if fits(opens | mine, now := target.kept(opens | mine)):
                 current, opens, closed, price = now, opens | mine, closed & ~mine, None
                 sets = replace(sets, there=sets.there | torch.isin(sets.of, best))
                 continue
             share /= 2  # together they cost more than each alone
         mine = sets.of == sets.of[torch.where(awake, worth[sets.of], -torch.inf).argmax()]
         now = target.kept(opens | (mine & closed))
-        if now <= most:  # what comes back may cost more than its gradient says: a layer that returns
+        if fits(
+            opens | (mine & closed), now
+        ):  # what comes back may cost more than its gradient says: a layer that returns
             current, opens, price = now, opens | (mine & closed), None
             sets = replace(sets, there=sets.there | mine)
         closed = closed & ~mine
@@ -324,6 +375,6 @@ def _refilled(target: Target, opens: Tensor, closed: Tensor) -> Tensor:
         for k in torch.argsort(evidence, descending=True).tolist():
             if candidates[k] and sets.loose[k] and not opens[k]:
                 opens[k] = True
-                opens[k] = fits = target.kept(opens) <= most
-                more |= fits
+                opens[k] = there = fits(opens, target.kept(opens))
+                more |= there
     return opens

@@ -44,8 +44,9 @@ def warn_of_haste(gated: Gated, bounds: Bounds, travelled: float, when: str, why
     if all(share < SCANT * most for _, share, most in found):
         for what in told:
             warn(
-                f"gates settle after {when} with {what}: multipliers press too hard on a loss far below 1, or clipped; "
-                "give it in units of its first values, and clip the gradients of `gated.model.parameters()` alone"
+                f"gates settle after {when} with {what}: multipliers press too hard, as they do on a loss far "
+                "below 1, or clipped; give it in units of its first values, and clip the gradients of "
+                "`gated.model.parameters()` alone"
             )
 
 

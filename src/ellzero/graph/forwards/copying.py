@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -88,8 +89,15 @@ def _rebind(model: nn.Module, memo: Memo) -> None:
     for module in model.modules():
         own = vars(module)
         for held in (own, *(v for k, v in own.items() if isinstance(v, dict) and v and k not in _HELD)):  # as of hooks
-            for key in [k for k, f in held.items() if type(f) is FunctionType]:
+            for key in [k for k, f in held.items() if _may_hold(f)]:
                 held[key] = _own(held[key], memo)
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether it is a function, or has some: a copy of a module has others of its own for all that is no function."""
+    if isinstance(value, list | tuple):
+        return not all(isinstance(part, _PLAIN) for part in value)
+    return isinstance(value, FunctionType | partial)
 
 
 def _own(value: Any, memo: Memo) -> Any:
@@ -99,17 +107,24 @@ def _own(value: Any, memo: Memo) -> Any:
     if isinstance(value, MethodType) and id(value.__self__) in memo:
         return MethodType(value.__func__, memo[id(value.__self__)])
     if isinstance(value, list | tuple | dict):
-        whole = any(id(leaf) in memo for leaf in tree_leaves(value))
-        return tree_map(lambda leaf: memo.get(id(leaf), leaf), value) if whole else value
-    if not isinstance(value, FunctionType) or not value.__closure__:
+        new = tree_map(lambda leaf: _own(leaf, memo), value)
+        same = all(a is b for a, b in zip(tree_leaves(new), tree_leaves(value), strict=True))
+        return value if same else new
+    if isinstance(value, partial):
+        held = (value.func, value.args, value.keywords)
+        func, args, keywords = (_own(part, memo) for part in held)
+        changed = any(a is not b for a, b in zip((func, args, keywords), held, strict=True))
+        return partial(func, *args, **keywords) if changed else value
+    if not isinstance(value, FunctionType):
         return value
-    cells = tuple(CellType() for _ in value.__closure__)
-    out = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    cells = tuple(CellType() for _ in value.__closure__ or ())
+    out = FunctionType(value.__code__, value.__globals__, value.__name__, None, cells)
     memo[id(value)] = out  # at once: it may hold itself
-    same = [_fill(cell, old, memo) for cell, old in zip(cells, value.__closure__, strict=True)]
-    if all(same):
+    filled = [_fill(cell, old, memo) for cell, old in zip(cells, value.__closure__ or (), strict=True)]
+    out.__defaults__, out.__kwdefaults__ = _own(value.__defaults__, memo), _own(value.__kwdefaults__, memo)
+    if all(filled) and out.__defaults__ is value.__defaults__ and out.__kwdefaults__ is value.__kwdefaults__:
         memo[id(value)] = value
-    out.__kwdefaults__, out.__qualname__, out.__doc__ = value.__kwdefaults__, value.__qualname__, value.__doc__
+    out.__qualname__, out.__doc__ = value.__qualname__, value.__doc__
     vars(out).update(vars(value))
     return memo[id(value)]
 

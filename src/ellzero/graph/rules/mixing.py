@@ -27,6 +27,8 @@ def unit_norm(call: Call, x: Value, *rest: Any) -> Value:
     riders = [replace(v, shape=(*v.shape, *[1] * (x.ndim - 2))) for v in tensors(rest)]
     if call.op == "instance_norm":
         values.freeze(call.ties, x, call.mixes(), range(2, x.ndim))
+    elif next(r for r in rest if isinstance(r, bool)):  # in training: over all examples and positions
+        values.freeze(call.ties, x, call.mixes(), [0, *range(2, x.ndim)])
     return values.elementwise(call.ties, [x, *riders], call.shape)
 
 
@@ -114,7 +116,7 @@ def moved_along(call: Call, x: Value, *rest: Any) -> Value | list[Value]:
     return Value(call.shape, carried, x.why)
 
 
-@couples("lstm", "gru", "rnn_tanh", "rnn_relu")
+@couples(*(name + cell for name in ("lstm", "gru", "rnn_tanh", "rnn_relu") for cell in ("", "_cell")))
 def recurrence(call: Call, x: Value, *rest: Any) -> list[Value]:
     """Every weight is used at every step; what the units mean to each other from step to step is not followed."""
     for weight in tensors(rest):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
+from math import prod, sqrt
+from string import ascii_letters
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ def _matrix_product(call: Call, x: Value, weight: Value, into: int, out: int, bi
 @couples("matmul", "mm", "bmm")
 def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     if min(a.ndim, b.ndim) < 2:
-        return unknown(call, [a, b], f"{call.where} multiplies it with a vector")
+        return not_followed(call, a, b, reason=f"{call.where} multiplies it with a vector")
     if b.ndim == 2 and b.source is not None:
         return _matrix_product(call, a, b, 0, 1)
     summed = [v.group(v.ndim + d) for v, d in ((a, -1), (b, -2)) if v.source is None]
@@ -61,6 +63,19 @@ def matmul(call: Call, a: Value, b: Value, *_: Any) -> Value | list[Value]:
     entries, along = values.extent(out, range(out.ndim))
     call.multiplies(entries * a.shape[-1], None, along)
     return out
+
+
+@couples("tensordot", "inner", "dot", "mv")
+def not_followed(call: Call, a: Value, b: Value, *_: Any, reason: str | None = None) -> list[Value]:
+    """A product whose MACs count, and nothing more: of M·K and K·N numbers come M·N, by M·K·N of them."""
+    call.multiplies(round(sqrt(prod(a.shape) * prod(b.shape) * prod(call.shape))), None)
+    return unknown(call, [a, b], reason)
+
+
+@couples("bilinear")
+def bilinear(call: Call, a: Value, b: Value, weight: Value, *rest: Any) -> list[Value]:
+    call.multiplies(prod(a.shape[:-1]), weight)
+    return unknown(call, [a, b, weight, *tensors(rest)])
 
 
 def _serve(call: Call, rows: Value, columns: Value) -> None:
@@ -137,13 +152,13 @@ def embedding(call: Call, weight: Value, index: Value, *_: Any) -> Value:
 @couples("einsum")
 def einsum(call: Call, equation: str, operands: list[Value], *_: Any) -> Value | list[Value]:
     """A product of two: with a parameter, one letter of which reads and others may be written; else as of matrices."""
-    spelt = equation.replace(" ", "")
-    parts, _arrow, out = spelt.partition("->")
-    names = parts.split(",")
-    known = "->" in spelt and "." not in spelt and all(len(set(name)) == len(name) for name in names)
-    if not known or len(operands) != 2:
+    names, out = _spelt_out(equation.replace(" ", ""), operands)
+    lengths = [(c, n) for name, v in zip(names, operands, strict=True) for c, n in zip(name, v.shape, strict=True)]
+    sizes = {c: max(n for other, n in lengths if other == c) for c, _ in lengths}
+    same = all(sizes[c] == n for c, n in lengths)
+    if not same or len(operands) != 2 or any(len(set(name)) < len(name) for name in names):
+        _count(call, names, out, sizes)
         return unknown(call, operands, f"{call.where} writes its product in a way that is not followed")
-    sizes = {c: n for name, v in zip(names, operands, strict=True) for c, n in zip(name, v.shape, strict=True)}
     (x, weight), (at, of) = operands, names
     if weight.source is None:
         (weight, x), (of, at) = operands, names
@@ -160,8 +175,32 @@ def einsum(call: Call, equation: str, operands: list[Value], *_: Any) -> Value |
     call.ties.heads.extend(alone)
     call.ties.attending.extend(alone if not any(v.source for v in operands) else [])
     entries, along = values.extent(made, range(made.ndim))
-    call.multiplies(entries * prod(n for c, n in sizes.items() if c not in out), None, along)
+    call.multiplies(
+        entries * prod(n for c, n in sizes.items() if c not in out and all(c in n for n in names)), None, along
+    )
     return made
+
+
+def _spelt_out(equation: str, operands: list[Value]) -> tuple[list[str], str]:
+    """The letters of each operand and of what comes out, where dots stand for some, or what comes out is left open."""
+    parts, arrow, out = equation.partition("->")
+    names = parts.split(",")
+    spare = [c for c in ascii_letters if c not in equation]
+    dots = [v.ndim - len(name) + 3 if "..." in name else 0 for name, v in zip(names, operands, strict=True)]
+    meant = "".join(spare[: max(dots)])
+    names = [name.replace("...", meant[len(meant) - n :]) for name, n in zip(names, dots, strict=True)]
+    letters = "".join(names)
+    alone = "".join(sorted(c for c in set(letters) if letters.count(c) == 1 and c not in meant))
+    return names, out.replace("...", meant) if arrow else meant + alone
+
+
+def _count(call: Call, names: Sequence[str], out: str, sizes: Mapping[str, int]) -> None:
+    """The MACs of a product that is not followed, from left to right. What one alone has is summed before."""
+    done = names[0]
+    for k, name in enumerate(names[1:], 2):
+        later = out + "".join(names[k:])
+        call.multiplies(prod(sizes[c] for c in {*done, *name} if c in later or (c in done and c in name)), None)
+        done = "".join(c for c in dict.fromkeys(done + name) if c in later)
 
 
 def _by_letters(call: Call, v: Value, name: str, out: str, reason: str) -> Value:
@@ -190,6 +229,5 @@ def _read_by_letters(call: Call, x: Value, weight: Value, at: str, of: str, out:
             carried[(d,)] = values.solid(ties, weight, of.index(c))
             call.writer(weight, carried[(d,)])
     positions, along = values.extent(kept, [d for d, c in enumerate(out) if c not in of])
-    summed = prod(n for c, n in zip(at, x.shape, strict=True) if c not in of + out)
-    call.multiplies(positions * summed, weight, along)
+    call.multiplies(positions, weight, along)
     return Value(call.shape, carried, x.why)

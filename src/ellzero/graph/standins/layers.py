@@ -45,8 +45,13 @@ def select_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def put_select(layer: nn.Module, index: Tensor, width: int | None) -> None:
-    """Gives a layer a `Select` as its child `select`, run before it; the layer keeps its class and its keys."""
+    """Gives a layer a `Select` as its child `select`, run before it; the layer keeps its class and its keys. One that
+    is there picks from what comes, the new one from what that picks: together they are one.
+    """
     weight: Any = layer.weight
+    if isinstance(there := layer._modules.get("select"), Select):
+        layer.select = Select(there.index[index.to(there.index.device)], there.dim, there.width)
+        return
     dim = -1 if isinstance(layer, nn.Linear) else 1 - weight.ndim
     layer.add_module("select", Select(index.to(weight.device), dim, width))
     layer.register_forward_pre_hook(select_first, with_kwargs=True)

@@ -26,6 +26,7 @@ from ellzero.graph.tracing import Inputs, batch_size, mode, run, run_hollow
 
 Renamed = Mapping[Any, Collection[float]]  # numbers of a small network: what they may be in the whole one
 LARGE = 1_000_000  # parameters
+HUGE = 1e8  # what fills in for minus infinity is larger, an output that means something is not
 
 
 def is_large(model: nn.Module, parameters: Collection[Tensor] = ()) -> bool:
@@ -183,7 +184,9 @@ def same_numbers(told: Sequence[Any], gets: Sequence[Any], renamed: Renamed) -> 
 
 
 def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
-    """Whether two lists of tensors have the same shapes and, relative to their largest entry, the same numbers."""
+    """Whether two lists of tensors have the same shapes and, relative to their largest entry, the same numbers. What
+    masks, a huge number that is the same to the bit, says nothing of how large the others are.
+    """
     if [t.shape for t in a] != [t.shape for t in b]:
         return False
     for x, y in zip(a, b, strict=True):
@@ -196,6 +199,9 @@ def agree(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float) -> bool:
                 finite = x[x.isfinite()].abs()
                 largest = float(finite.max()) if finite.numel() else 1.0
                 apart = float((x - y)[x != y].abs().nan_to_num(inf, inf).max()) if not torch.equal(x, y) else 0.0
+            if largest > HUGE:
+                others = x[x.isfinite() & ((x != y) | (x.abs() <= HUGE))].abs()
+                largest = float(others.max()) if others.numel() else 1.0
             # Relative, but not to nothing: an output that cancels to zero leaves rounding of what cancelled.
             if not apart <= tolerance * max(1e-4, largest):  # the same infinity passes, NaN never does
                 return False
@@ -266,6 +272,18 @@ def stirred(inputs: Inputs, seed: int = 0) -> Inputs:
 
     out: Inputs = tree_map(stir, inputs)
     return out
+
+
+def in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model itself, its floating-point numbers in a type; complex ones, unlike by `Module.to`, stay complex."""
+
+    def convert(t: Tensor) -> Tensor:
+        if t.is_complex():
+            return t.to(torch.complex128) if dtype == torch.float64 else t
+        return t.to(dtype) if t.is_floating_point() else t
+
+    model._apply(convert)
+    return model
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -23,7 +23,7 @@ from ellzero.graph.plan import Mask, Plan
 from ellzero.graph.standins.heads import SHORTCUTS
 from ellzero.graph.standins.layers import CONTRACTING
 from ellzero.graph.tracing import Inputs, places, run
-from ellzero.graph.trials.running import Calls, cast, disturb, is_large, move, seeded, tensors_of
+from ellzero.graph.trials.running import Calls, cast, disturb, in_type, is_large, move, seeded, tensors_of
 
 Lends = Callable[[str, Tensor], None]
 _MANY = 10_000  # numbers, whose memory matters
@@ -264,7 +264,7 @@ class Scene:
 
     def to(self, dtype: torch.dtype) -> None:
         """Has numbers of another type."""
-        self.model.to(dtype)
+        in_type(self.model, dtype)
         self.inputs = cast(self.inputs, dtype)
 
 

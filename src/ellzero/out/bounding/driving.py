@@ -89,7 +89,7 @@ class Driver:
         self._skips = infinite is not None and bool(infinite)
         if not self._skips and (term := self._term()) is not None:
             if all(p.grad is None for p in self._phi):
-                told = "call `gated(x)` in the loop, not the model itself"
+                told = "call `gated(x)` in the loop, not the model itself, and `zero_grad()` after no `backward()`"
                 if any(gate.needs_loss for _, gate in self._gated.named_gates()):
                     told = "they learn from the loss: call `l0.objectives.estimated_backward` in the loop"
                 raise RuntimeError(f"the gates have no gradient: {told}")
@@ -159,12 +159,26 @@ def refuse_without(gated: Gated, optimizer: torch.optim.Optimizer) -> dict[int, 
     missing = [name for name, p in gated.named_parameters() if p.requires_grad and id(p) not in inside]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        hint = "" if gated.taken is None else "; the network got smaller since: make it now, or drive it before that"
+        hint = "; where several share them, use `budget.term()` and `budget.step()` in place of `drive`"
+        if gated.taken is not None:
+            hint = "; the network got smaller since: make it now, or drive it before that"
         raise ValueError(
             "`optimizer` must have weights and gates, as in `torch.optim.AdamW(gated.param_groups(lr=1e-3))`, "
             f"got one without {', '.join(missing[:3])}{more}{hint}"
         )
     return inside
+
+
+def rate_of(gated: Gated, optimizer: torch.optim.Optimizer | None, usual: float) -> float:
+    """The rate at which an Adam moves the gates, which for it is about how far they go in a step; else the `usual` one.
+
+    A schedule may have lowered it: then the one that it began with.
+    """
+    optimizer, own = optimizer and unwrapped(optimizer), {id(p) for p in gated.gates.parameters()}
+    if not isinstance(optimizer, torch.optim.Adam):
+        return usual
+    groups = [group for group in optimizer.param_groups if any(id(p) in own for p in group["params"])]
+    return usual if not groups else float(max(groups[0]["lr"], groups[0].get("initial_lr", 0.0)))
 
 
 def remind(gated: Gated, waits: Callable[[], bool]) -> None:
