@@ -1086,6 +1086,30 @@ def test_functions_that_hold_layers_are_followed_exactly_or_refused(holding: Any
     assert not torch.equal(model(x), small(x))
 
 
+class Keeping(nn.Module):
+    """Keeps weights in attributes of its own, which the forward reads, or for a loss alone."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads, self.a, self.b, self.c = reads, nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.call, self.kept = partial(F.linear, weight=self.b.weight), [(self.b.weight, 1)]
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.relu(self.a(x))
+        return self.c(torch.relu(self.call(h) if self.reads else self.b(h)))
+
+
+@pytest.mark.parametrize("where", [l0.per_layer(), l0.weights("*.weight")])
+def test_a_parameter_that_is_read_where_gates_do_not_reach_it_is_refused(where: Any) -> None:
+    x = torch.randn(5, 3).double()
+    with pytest.raises(ValueError, match="`call` keeps a parameter that the forward reads there, where gates do not"):
+        l0.attach(Keeping(reads=True).double(), x, where=where)
+    gated = l0.attach(Keeping(reads=False).double(), x, where=where).eval()
+    for _, gate in gated.named_gates():
+        gate.close_((torch.arange(gate.shape.numel()) % 3 == 1).reshape(gate.shape))
+    torch.testing.assert_close(l0.compact(gated)(x), gated(x))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "example",

@@ -15,17 +15,19 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ellzero.gated.module import Gated
 from ellzero.gated.placements import Placement, Where, per_layer, shrinkable
-from ellzero.gates.abstract import AbstractGate
+from ellzero.gates.abstract import AbstractGate, values
 from ellzero.gates.hard_concrete import HardConcreteGate
 from ellzero.graph.axes import Axis, Block, Graph
+from ellzero.graph.forwards.copying import duplicate, kept_elsewhere
 from ellzero.graph.tracing import Inputs, as_inputs, shapes, telling, trace, undisturbed
 from ellzero.graph.trials.rehearsal import blocks_of, proven
-from ellzero.graph.trials.running import turns
+from ellzero.graph.trials.running import agree, outputs, turns
 
 GateMaker = Callable[[tuple[int, ...]], AbstractGate]
 # Nearly open: in evaluation every gate is exactly 1, so that a network computes what it did before gates were attached.
@@ -93,7 +95,29 @@ def attach(
     gates = [_make(gate, p) for p in placements]
     _refuse_idle_patterns(gate, placements)
     with _new_garbage_alone():
-        return Gated(model, graph, placements, gates, inputs, per_example, apply)
+        gated = Gated(model, graph, placements, gates, inputs, per_example, apply)
+    _refuse_out_of_reach(gated)
+    return gated
+
+
+@torch.no_grad()
+def _refuse_out_of_reach(gated: Gated) -> None:
+    """Refuses a forward that reads a gated parameter where gates do not reach it: in a function, say, that keeps it."""
+    gate_on = {site.tensor for p in gated.placements for site in p.multiplies}
+    name = kept_elsewhere(gated.model, gate_on & {n for n, _ in gated.model.named_parameters(remove_duplicate=False)})
+    if name is None or gated.on_activations:
+        return
+    trial = duplicate(gated).eval()
+    for _, gate in trial.named_gates():
+        odd = torch.arange(gate.shape.numel(), device=gate.phi()[0].device) % 2 == 1
+        gate.close_(odd.reshape(gate.shape))
+    folded = duplicate(trial.model)
+    trial.multiply_into(folded, values([gate for _, gate in trial.named_gates()]))
+    if not agree(outputs(folded, gated.example_inputs), outputs(trial, gated.example_inputs), 1e-3):
+        raise ValueError(
+            f"`{name}` keeps a parameter that the forward reads there, where gates do not reach it: let the forward "
+            "read it as its module's attribute"
+        )
 
 
 def _refuse_empty(placements: Sequence[Placement], graph: Graph) -> None:

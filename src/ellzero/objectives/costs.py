@@ -94,10 +94,11 @@ def params(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tens
 
     For a weight E[n_out]·E[n_in], units alive as in `ellzero.gated.alive`: a unit with several readers is alive if any
     is open, an input under a map's gate and its own if both are. `Select` costs nothing. In expectation, the channels
-    that come back to make the groups of a grouped convolution equal are not counted, nor is the one unit that stays
-    where a closed axis cannot be taken out; an unstructured gate counts as removing an input only if all gates of its
-    column are closed, rows and columns taken as independent; so are two units of one weight that a placement of your
-    own puts under one gate. `kept=True` is exact: it is the size of what `compact` returns.
+    that come back to make the groups of a grouped convolution equal, and queries that do beside their keys, are not
+    counted, nor is the one unit that stays where a closed axis cannot be taken out; an unstructured gate counts as
+    removing an input only if all gates of its column are closed, rows and columns taken as independent; so are two
+    units of one weight that a placement of your own puts under one gate. `kept=True` is exact: it is the size of what
+    `compact` returns.
 
     Args:
         gated: the network.
@@ -114,8 +115,8 @@ def macs(gated: Gated, *, kept: bool = False, only: str | None = None) -> Tensor
     One example is the example input divided by the size of its first tensor's leading dimension: with sequences
     first, or without a batch, absolute numbers are off by that factor, fractions are not. What comes of no input and is
     done once for a batch, as a table of positions, is done once for one example. Counted are linear layers,
-    convolutions and matrix products (attention included), at the example input's size. The papers' FLOPs are two per
-    MAC.
+    convolutions, recurrence and matrix products (attention included), at the example input's size; not `multi_dot`.
+    The papers' FLOPs are two per MAC.
 
     Args:
         gated: the network.

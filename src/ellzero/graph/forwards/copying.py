@@ -5,7 +5,7 @@ follows: functions that a module keeps, as its hooks or as `self.f = lambda x: l
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -91,6 +91,17 @@ def _rebind(model: nn.Module, memo: Memo) -> None:
         for held in (own, *(v for k, v in own.items() if isinstance(v, dict) and v and k not in _HELD)):  # as of hooks
             for key in [k for k, f in held.items() if _may_hold(f)]:
                 held[key] = _own(held[key], memo)
+
+
+def kept_elsewhere(model: nn.Module, parameters: Collection[str]) -> str | None:
+    """The first attribute of a module, a function or a list, that keeps one of these parameters too; if any does."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    memo: Memo = {id(own[name]): object() for name in parameters}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in _HOLDING and not isinstance(value, _PLAIN) and _own(value, dict(memo)) is not value:
+                return f"{path}.{key}" if path else key
+    return None
 
 
 def _may_hold(value: Any) -> bool:
