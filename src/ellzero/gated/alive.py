@@ -130,7 +130,8 @@ class Liveness:
         numbers = evidence.double().cpu().numpy()
         if (bad := np.flatnonzero(np.isnan(numbers))).size:
             found = f"{bad.size} of {numbers.size} that are NaN, the first is number {bad[0]}"
-            raise ValueError(f"gates must be open or closed, got {found} in the order of `named_gates()`")
+            order = "in the order of `named_gates()`; one loss that is not finite does that"
+            raise ValueError(f"gates must be open or closed, got {found} {order}")
         padded = np.concatenate([numbers, np.full(self.one + 2 - len(numbers), np.inf)])
         return np.asarray(padded[self.common].min(1))
 

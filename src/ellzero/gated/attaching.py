@@ -95,18 +95,16 @@ def attach(
     gates = [_make(gate, p) for p in placements]
     _refuse_idle_patterns(gate, placements)
     with _new_garbage_alone():
-        gated = Gated(model, graph, placements, gates, inputs, per_example, apply)
-    _refuse_out_of_reach(gated)
-    return gated
+        return _reaching(Gated(model, graph, placements, gates, inputs, per_example, apply))
 
 
 @torch.no_grad()
-def _refuse_out_of_reach(gated: Gated) -> None:
-    """Refuses a forward that reads a gated parameter where gates do not reach it: in a function, say, that keeps it."""
+def _reaching(gated: Gated) -> Gated:
+    """Itself; refused where the forward reads a gated parameter where gates do not reach it: in a function, say, that keeps it."""
     gate_on = {site.tensor for p in gated.placements for site in p.multiplies}
     name = kept_elsewhere(gated.model, gate_on & {n for n, _ in gated.model.named_parameters(remove_duplicate=False)})
     if name is None or gated.on_activations:
-        return
+        return gated
     trial = duplicate(gated).eval()
     for _, gate in trial.named_gates():
         odd = torch.arange(gate.shape.numel(), device=gate.phi()[0].device) % 2 == 1
@@ -118,6 +116,7 @@ def _refuse_out_of_reach(gated: Gated) -> None:
             f"`{name}` keeps a parameter that the forward reads there, where gates do not reach it: let the forward "
             "read it as its module's attribute"
         )
+    return gated
 
 
 def _refuse_empty(placements: Sequence[Placement], graph: Graph) -> None:

@@ -28,7 +28,7 @@ _BY_SIGMOID = (
     " after a sigmoid, where a closed expert's score is not the lowest; units of all its experts can go as it is, and "
     "the mixture as a whole by `where=l0.shrinkable(blocks=True)`"
 )
-_HINT = ", which `l0.routed` may do away with"
+_HINT = ", which `l0.routed` may do away with if they are experts"
 _LIBRARY = torch.library.Library("ellzero", "FRAGMENT")
 _LIBRARY.define("with_shares(Tensor logits, Tensor share) -> Tensor")
 
