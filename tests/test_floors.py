@@ -19,7 +19,7 @@ FLOORS = ("gates", "graph", "gated", "objectives", "out", "integrations", "exper
 ROOF = ("__init__", "__main__")  # beside the packages: may import any of them, and no package imports these
 ENTRIES, LINES, CLASS, FUNCTION = 12, 450, 250, 60
 # Lines of all rooms. Raised for what is new alone: who raises it says what for, and how many, in the commit's message.
-IN_ALL = 33_094
+IN_ALL = 33_093
 LONG = {  # why it is longer than a function or class may be
     "objectives/constraint.py: Constraint": "a fifth is its docstring, a third what a complete and checked state takes",
     "experiments/recipe/fields.py: Fields": "a table: each field once, with all that is known of it",

@@ -100,7 +100,7 @@ def attach(
 
 @torch.no_grad()
 def _reaching(gated: Gated) -> Gated:
-    """Itself; refused where the forward reads a gated parameter where gates do not reach it: in a function, say, that keeps it."""
+    """Itself; refused if the forward reads a gated parameter where gates do not reach it, as in a partial function."""
     gate_on = {site.tensor for p in gated.placements for site in p.multiplies}
     name = kept_elsewhere(gated.model, gate_on & {n for n, _ in gated.model.named_parameters(remove_duplicate=False)})
     if name is None or gated.on_activations:

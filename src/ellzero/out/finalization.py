@@ -233,7 +233,8 @@ def _closed_until(target: Target, opens: Tensor, last: Tensor) -> Tensor:
             score = _scores(torch.where(may, worth / useful, torch.inf), opens, sets, target.gated)
             if not bool(fits[least := score.argmin()]):
                 fewer = opens & ~(sets.there & (sets.of == least))
-                found.append(_refilled(target, fewer, closed=before & ~fewer & ~_dead(target, fewer)))
+                if target.kept(fewer) <= most:  # which is estimated for more than one gate, and for a time
+                    found.append(_refilled(target, fewer, closed=before & ~fewer & ~_dead(target, fewer)))
         may = fits if bool(fits.any()) else may & (saving <= saving[may].min())
         score = _scores(torch.where(may, worth / saving.clamp(min=1e-30), torch.inf), opens, sets, target.gated)
         order = torch.argsort(score, stable=True)[: int(may.sum())]
@@ -361,20 +362,18 @@ def _refilled(target: Target, opens: Tensor, closed: Tensor, others: Sequence[tu
                 continue
             share /= 2  # together they cost more than each alone
         mine = sets.of == sets.of[torch.where(awake, worth[sets.of], -torch.inf).argmax()]
-        now = target.kept(opens | (mine & closed))
-        if fits(
-            opens | (mine & closed), now
-        ):  # what comes back may cost more than its gradient says: a layer that returns
-            current, opens, price = now, opens | (mine & closed), None
+        more = opens | (mine & closed)
+        if fits(more, now := target.kept(more)):  # it may cost more than its gradient says: a layer that returns
+            current, opens, price = now, more, None
             sets = replace(sets, there=sets.there | mine)
         closed = closed & ~mine
     # Where balances cross, a unit may fit though its set does not.
-    more = bool((candidates & sets.loose).any())
-    while more:
-        more = False
+    again = bool((candidates & sets.loose).any())
+    while again:
+        again = False
         for k in torch.argsort(evidence, descending=True).tolist():
             if candidates[k] and sets.loose[k] and not opens[k]:
                 opens[k] = True
                 opens[k] = there = fits(opens, target.kept(opens))
-                more |= there
+                again |= there
     return opens
