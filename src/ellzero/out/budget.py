@@ -345,7 +345,7 @@ def _take_up(budget: Budget, state: Mapping[str, Any], optimizer: torch.optim.Op
 
 def _refuse_unsettled(budget: Budget) -> None:
     if budget.phase == "learning":
-        do = "train on with the optimizer that it drives, or call `settle()` first"
+        do = "train on, by the optimizer that is driven if one is, or call `settle()` first"
         if budget.done == budget._since:
             do = "call `budget.drive(optimizer)` before the loop"
             do = do if budget._driver is None else "the optimizer that it drives has taken no step"

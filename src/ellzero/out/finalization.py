@@ -271,10 +271,10 @@ def _dead(target: Target, opens: Tensor) -> Tensor:
 
 
 def _left(gated: Gated, evidence: Tensor, opens: Tensor) -> float:
-    """How much of what there was evidence for is open: of each placement as the logarithm, as `_scores` has it."""
+    """How much of what there was evidence for is open: a logarithm for each placement, all alike, however wide."""
     there = torch.where(opens & ~asleep(gated, opens), evidence, 0).double()
     tiny = torch.finfo(torch.float32).tiny
-    return sum(float(there[mine].sum().clamp(min=tiny).log()) * len(there[mine]) for mine in gated.slices())
+    return sum(float(there[mine].sum().clamp(min=tiny).log()) for mine in gated.slices())
 
 
 def _leap(target: Target, opens: Tensor, last: Tensor, current: float) -> Tensor:
